@@ -6,11 +6,10 @@ multiplies float8 twice as fast as bfloat16, and so does an H100; TPUs v5e and v
 
     python benchmarks/bench_float8_compiled.py --device tpu7x
     python benchmarks/bench_float8_compiled.py --device h100 --layers 12 --batches 1 2 8
-    python benchmarks/bench_float8_compiled.py --device v5e --products none int8 --scales both
+    python benchmarks/bench_float8_compiled.py --device v5e --products none int8
 """
 
 import argparse
-import functools
 import itertools
 import json
 import pathlib
@@ -31,8 +30,6 @@ _FLOAT8 = ("none", "tensorwise", "rowwise_hp", "rowwise")
 _RECIPES = (*_FLOAT8, "int8", "int8:weight_gradient=int8", "mxfp8")
 # Products of a GPU are calls of cuBLAS, as in the tests: their names say what they multiply.
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-# Scales from the magnitudes at hand, or from those of the last 16 steps.
-_SCALES = {"current": ("",), "both": ("", ", scales from earlier steps")}
 _COMPARED = ("cycles", "temp", "peak", "residuals")
 _COLUMNS = (
     Column("width", "width", "d"),
@@ -66,10 +63,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             remat=remat == "yes",
         )
         found: list[Row] = []
-        for products, scales in itertools.product(args.products, _SCALES[args.scales]):
-            if scales and products == "none":
-                continue
-            found.append(_row(model, batch, products, args.device, scales))
+        for products in args.products:
+            found.append(_row(model, batch, products, args.device))
             for name in _COMPARED:
                 first, this = found[0][name], found[-1][name]
                 found[-1][f"{name}_ratio"] = this / first if first and this is not None else None
@@ -102,7 +97,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="tpu7x", help="such as h100; see jaxmp.diagnostics.DEVICES")
     add("--products", nargs="+", choices=_RECIPES, default=_FLOAT8)
-    add("--scales", choices=_SCALES, default="current", help="both: also by `with_state`")
     add("--widths", nargs="+", type=int, default=(1024, 2048, 4096), help="multiples of --head")
     add("--batches", nargs="+", type=int, default=(8,), help="sequences")
     add("--checkpoints", nargs="+", choices=("yes", "no"), default=("yes",))
@@ -115,7 +109,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _row(model: GPT, batch: int, products: str, device: str, scales: str) -> Row:
+def _row(model: GPT, batch: int, products: str, device: str) -> Row:
     is_tpu = find_device(device).platform == "tpu"
     on_one = jax.sharding.SingleDeviceSharding(absent_devices(device, 1)[0])
     tokens = jax.ShapeDtypeStruct((batch, model.context + 1), jnp.int32)
@@ -125,15 +119,10 @@ def _row(model: GPT, batch: int, products: str, device: str, scales: str) -> Row
     )
     policy = "mixed_bfloat16" if products == "none" else f"mixed_float8,products={products}"
     loss = jaxmp.autocast(model.loss, policy)
-    gradient, operands = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32")), args
-    if scales:
-        state = jax.eval_shape(functools.partial(jaxmp.float8.init_state, loss), *args)
-        gradient = jax.jit(functools.partial(_gradient_with_state, loss))
-        placed = functools.partial(jax.ShapeDtypeStruct, sharding=on_one)
-        operands = (jax.tree.map(lambda x: placed(x.shape, x.dtype), state), *args)
+    gradient = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))
     # Products of blocks are kernels of Triton.
     options = {} if is_tpu or products == "mxfp8" else _GPU_OPTIONS
-    compiled = gradient.lower(*operands).compile(options)
+    compiled = gradient.lower(*args).compile(options)
     memory: Any = compiled.memory_analysis()
     sizes = [memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes]
     kept = jaxmp.audit(loss, *args).residuals or ()
@@ -142,23 +131,12 @@ def _row(model: GPT, batch: int, products: str, device: str, scales: str) -> Row
         "layers": model.layers,
         "tokens": batch * model.context,
         "remat": "yes" if model.remat else "no",
-        "products": "bfloat16" if products == "none" else products + scales,
+        "products": "bfloat16" if products == "none" else products,
         "cycles": estimated_cycles(compiled.as_text() or "")[1] / 1e6 if is_tpu else None,
         "temp": sizes[-1] / 1e6,
         "peak": sum(sizes) / 1e6,
         "residuals": sum(row.bytes for row in kept) / 1e6,
     }
-
-
-def _gradient_with_state(loss: Any, state: Any, params: Any, tokens: Any) -> Any:
-    """Loss and gradients with scales from earlier steps, and the state of the next step."""
-
-    def with_state(params: Any, probes: Any) -> Any:
-        return jaxmp.float8.with_state(loss, state, probes)(params, tokens)
-
-    gradient = jaxmp.value_and_grad(with_state, (0, 1), has_aux=True, reduce_dtype="float32")
-    (value, seen), (grads, probes) = gradient(params, jaxmp.float8.probes_of(state))
-    return value, grads, jaxmp.float8.update(state, seen, probes)
 
 
 if __name__ == "__main__":

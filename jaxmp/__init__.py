@@ -15,7 +15,7 @@ The folders, from the ground up. The `__init__.py` or README of each is its map.
 - `_recompute`, `_gradient_release`, `_float32_reduction`, `_autocast`: transformations of any
   function.
 - `_training`: gradients, the optimizer, the train step. `_modules`, `_flax`, `_equinox`: adapters.
-- `_delayed_scaling`: float8 scales from earlier steps. `_tools`: audit, diagnostics, the command.
+- `_tools`: audit, diagnostics, the command.
 """
 
 import importlib

@@ -1,11 +1,16 @@
-"""Products in float8: recipes, the product itself for hand-written code, and delayed scaling."""
+"""Products in float8: recipes, and the product itself for hand-written code."""
 
-from jaxmp._delayed_scaling.state import (
-    Float8State as Float8State,
-    init_state as init_state,
-    probes_of as probes_of,
-    update as update,
-    with_state as with_state,
-)
+from typing import TYPE_CHECKING
+
+from jaxmp._numerics.removed_names import without as _without
 from jaxmp._policies.recipe import Recipe as Recipe
 from jaxmp._primitives.float8_dot import dot_general as dot_general
+
+if not TYPE_CHECKING:  # for a type checker, any name would be there
+    __getattr__ = _without(
+        "jaxmp.float8",
+        dict.fromkeys(
+            ("Float8State", "init_state", "probes_of", "update", "with_state"),
+            'jaxmp.get_policy("mixed_float8"), whose scales come from the values at hand: no state',
+        ),
+    )

@@ -287,8 +287,9 @@ def _hold(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 def _float8_encode(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Rounds a param to float8 before its gather, so that codes travel."""
-    codes, *scales = compat.bind(equation, _arrays_of(values))
-    return [values[0]._replace(array=codes), *(without_gradient(x, values) for x in scales)]
+    (value,) = values
+    codes, scale = compat.bind(equation, [value.array])
+    return [value._replace(array=codes), without_gradient(scale, values)]
 
 
 def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:

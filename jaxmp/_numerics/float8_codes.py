@@ -73,10 +73,10 @@ def scale_of(
     return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
 
 
-def largest_magnitude(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float32[Array, "..."]:
+def _largest_magnitude(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float32[Array, "..."]:
     """Returns the largest magnitude along some axes, which stay with size 1.
 
-    >>> largest_magnitude(jnp.array([[1, -3], [2, 0]], jnp.bfloat16), (1,))
+    >>> _largest_magnitude(jnp.array([[1, -3], [2, 0]], jnp.bfloat16), (1,))
     Array([[3.],
            [2.]], dtype=float32)
     """
@@ -104,7 +104,7 @@ def round_to_codes(
     scaled = _exact_float32(x) * scale
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)  # to even; a cast cuts off
-    # A scale from an earlier step may be too large: numbers out of range become the largest code.
+    # As in torchao. A cast makes NaN or infinity of numbers out of range, and -128 in int8.
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 
 
@@ -117,7 +117,7 @@ def encode_float8(
     >>> encode_float8(x, e4m3, (1,)).scale.ravel()
     Array([128.,   8.], dtype=float32)
     """
-    scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
+    scale = scale_of(_largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
     return Coded(round_to_codes(x, scale, dtype), scale)
 
 
@@ -146,7 +146,7 @@ def encode_blocks(x: Float[Array, "*shape"], dtype: DType) -> tuple[Array, Array
     (Array(384, dtype=float8_e4m3fn), Array([0.0078125, 0.0078125], dtype=float8_e8m0fnu))
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    amax = largest_magnitude(blocks, (blocks.ndim - 1,))
+    amax = _largest_magnitude(blocks, (blocks.ndim - 1,))
     # By bits, as in `scale_of`: of a quotient, the exponent, and one more for what is left over.
     largest_bits = np.float32(largest_code(dtype)).view(np.int32)
     over = lax.bitcast_convert_type(amax, jnp.int32) - largest_bits

@@ -185,7 +185,7 @@ _NOT_HERE: Mapping[str, str] = {
     "blockwise": "blockwise would be slower than bfloat16: XLA has no product of blocks of 128 "
     "with a scale each. For activations with outliers take 'rowwise_hp'",
     "delayed": "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
-    "alone or inside of jaxmp.float8.with_state, which brings such scales",
+    "whose scales come from the values at hand",
 }
 
 

@@ -245,10 +245,10 @@ class Float8Map(BilinearMap):
         dtype = self.recipe.gradient if derivative else self.recipe.forward
         is_weight = role == self.parameter and not derivative
         powers = self.recipe.power_of_two
-        axes = self.axes_of_scale(role, result_role)
+        axes = self._axes_of_scale(role, result_role)
         return float8_encode(x, dtype, axes, power_of_two=powers, is_weight=is_weight)
 
-    def axes_of_scale(self, role: int, result_role: int) -> tuple[int, ...]:
+    def _axes_of_scale(self, role: int, result_role: int) -> tuple[int, ...]:
         """Returns the axes along which an operand of the map that returns a role shares scales."""
         groups = self.groups[role]
         # As in torchao's recipe: in the backward pass, a weight that is not transposed by rows.

@@ -133,7 +133,7 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
         "float32_gradient gradient_of low_precision_product held open_rounding float8_encode "
-        "probed float8_scale_back mxfp8_encode",
+        "float8_scale_back mxfp8_encode",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),
@@ -156,7 +156,7 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
     Cost.EXPENSIVE: (
         # Linear in each operand: products, also those of jaxmp,
         *_TABLE[OpClass.LOWER],
-        "low_precision_product float32_gradient probed",
+        "low_precision_product float32_gradient",
         # running and windowed sums; windowed maxima, whose derivatives go back to the operand,
         "cumsum reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
         "select_and_gather_add fft",
@@ -316,7 +316,7 @@ SUMS = TOTALS | CONTRACTIONS | _names_of(_COLLECTIVE_SUMS)
 ROUNDS_ALIKE = (SAME_NUMBERS | LINEAR_MOVES) | _names_of(
     "abs max min clamp select_n pad dynamic_update_slice scatter sort optimization_barrier",
     "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min",
-    "gradient_of float32_gradient probed",
+    "gradient_of float32_gradient",
 ) - _names_of("reduce_precision")
 # Largest numbers, relative to which a softmax is computed.
 MAXIMA = _names_of("reduce_max")
@@ -352,7 +352,7 @@ AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_o
     "psum psum_invariant reduce_scatter pvary optimization_barrier",
 )
 # The identity on the first operand.
-IDENTITIES = _names_of("held name gradient_of float32_gradient open_rounding probed")
+IDENTITIES = _names_of("held name gradient_of float32_gradient open_rounding")
 # Hand on numbers of their operands, up to casts. No collectives: these may add them up.
 PASSED_ON = SAME_NUMBERS | LINEAR_MOVES | IDENTITIES
 PASSED_ON -= COLLECTIVES | _names_of("reduce_precision")

@@ -142,23 +142,3 @@ def test_current_scales_of_transformer_engine() -> None:
         else:
             assert np.isfinite(scale)
     assert compared >= 24
-
-
-@pytest.mark.parametrize("case", TRANSFORMER_ENGINE["delayed"])
-def test_delayed_scales_of_transformer_engine(case: Any) -> None:
-    """The same until an infinity; then theirs stands still until it has left the history."""
-    length = case["history"]
-    seen, scales = zip(*((float(amax), scale) for amax, scale in case["trace"]), strict=True)
-    overflow = seen.index(np.inf)
-    state = jaxmp.float8.Float8State((jnp.zeros(length, jnp.float32),), ())
-    stored: list[float] = []
-    for t, amax in enumerate(seen):
-        state = jaxmp.float8.update(state, [jnp.float32(amax)], [])
-        stored = [amax, *stored][:length] if np.isfinite(amax) else stored
-        largest = np.float32(state.forward[0].max())
-        if max(stored) > 1e-30:  # CPUs flush what is subnormal
-            assert largest == np.float32(max(stored))
-        if t < overflow and largest:
-            assert np.float32(case["fp8_max"]) / largest == scales[t]
-        elif overflow <= t < overflow + length:
-            assert scales[t] == scales[overflow - 1]

@@ -190,7 +190,7 @@ def test_codes_are_rounded_once(form: str) -> None:
 
 @each_format
 def test_out_of_range_is_the_largest_number(form: str) -> None:
-    """As a scale from an earlier step may make it; `astype` alone gives NaN or infinity."""
+    """`astype` alone gives NaN, infinity or -128."""
     largest = FORMATS[form][2]
     x = jnp.float32([largest, largest * 1.06, 1e9, HUGE, -1e9])
     got = round_to_codes(x, np.ones((1,), np.float32), jnp.dtype(form))

@@ -53,12 +53,6 @@ def stepped(tx: jaxmp.MixedPrecision, **collections: Any) -> jaxmp.TrainState:
     return step(LARGE, collections)
 
 
-def float8_state() -> jaxmp.TrainState:
-    loss = jaxmp.autocast(lambda params, x: jnp.mean((x @ params["w"]) ** 2), "mixed_float8")
-    scales = jaxmp.float8.init_state(loss, LARGE, np.ones((16, 64), np.float32), history=4)
-    return stepped(optimizer("mixed_float8"), float8=scales)
-
-
 STATES: dict[str, Callable[[], Any]] = {
     "loss_scale": lambda: jaxmp.DynamicLossScale(min_scale=2.0).init(),
     "optimizer": lambda: optimizer().init(mixed_tree("float16")),
@@ -66,7 +60,6 @@ STATES: dict[str, Callable[[], Any]] = {
         params=mixed_tree("float16"), tx=optimizer(), batch_stats={"m": np.ones(2)}
     ),
     "key": lambda: stepped(optimizer(), rng=jax.random.key(7), others=[jax.random.key(8)] * 2),
-    "float8": float8_state,
     "subclass": lambda: WithAverage.create(
         params=LARGE, tx=optimizer(), average=[LARGE["b"]], name="run"
     ),

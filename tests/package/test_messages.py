@@ -127,7 +127,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "each. For activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise"),
     ("float8, delayed", lambda: jaxmp.get_policy("mixed_float8,products=delayed:history=8"),
      ValueError, "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
-     "alone or inside of jaxmp.float8.with_state, which brings such scales. Use one of: tens"),
+     "whose scales come from the values at hand. Use one of: tensorwise"),
     ("float8 in float32", lambda: jaxmp.get_policy("float32,products=tensorwise"), ValueError,
      "products in 8 bits (tensorwise) need a compute dtype of 16 bits for all that is around them, "
      "got float32. Use 'mixed_float8', or compute=bfloat16"),

@@ -126,9 +126,9 @@ class Roundings(Rerun):
                 "which round to the same format"
             )
         if site.name == "float8_encode":
-            codes, scale, *others = compat.bind(equation, list(map(lax.stop_gradient, operands)))
+            codes, scale = compat.bind(equation, list(map(lax.stop_gradient, operands)))
             exact = in_float32(operands[0]) * in_float32(scale)
-            return [self.rounded(site, exact, widen_rounded(codes)), scale, *others]
+            return [self.rounded(site, exact, widen_rounded(codes)), scale]
         exact_products = {"precision": _EXACT} if site.name in CONTRACTIONS else {}
         results = compat.bind(equation, operands, **_params_in_float32(equation), **exact_products)
         # What moves was rounded before: under rules, a move does not round.
