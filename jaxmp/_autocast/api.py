@@ -13,10 +13,10 @@ from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.coverage import warn_of_products_left
 from jaxmp._autocast.decorator import policy_may_come_first
 from jaxmp._autocast.kernels import Replacements, low_kernels
-from jaxmp._autocast.plan import Call, plan
+from jaxmp._autocast.op_plans import Reading, argument_state
+from jaxmp._autocast.plan import PlanContext, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import Reading, argument_state
 from jaxmp._numerics.dtypes import HALVES
 from jaxmp._numerics.precision import default_precision, precision_of
 from jaxmp._numerics.rounding import open_cast
@@ -230,7 +230,7 @@ def _run_rewritten(
 ) -> list[Any]:
     """Runs the program in mixed precision and returns its results."""
     regions = Regions(settings.policy)
-    context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
+    context = PlanContext(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
     arguments = list(map(argument_state, closed.in_avals))
     # The results are cast to float32 at the end, so the last operation may compute in it.
     is_cast = settings.output != "computed"

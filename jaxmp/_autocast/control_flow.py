@@ -11,20 +11,27 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined_state, entry_state, joined_state
 from jaxmp._autocast.layers import through_layers
-from jaxmp._autocast.plan import Call, Plan, plan
-from jaxmp._autocast.reading import WRITTEN
-from jaxmp._autocast.regions import Region
-from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import (
+from jaxmp._autocast.op_plans import (
     AllIn,
+    OpPlan,
     Reading,
     States,
-    Step,
     argument_state,
     plan_as_traced,
     state_dtypes,
+)
+from jaxmp._autocast.plan import Plan, PlanContext, plan
+from jaxmp._autocast.reading import WRITTEN
+from jaxmp._autocast.regions import Region
+from jaxmp._autocast.run import run_plan
+from jaxmp._autocast.strengths import (
+    FLOAT32,
+    State,
+    Strength,
+    combined_state,
+    entry_state,
+    joined_state,
 )
 from jaxmp._numerics.dtypes import DType, is_half, is_inexact
 from jaxmp._primitives.float32_sums import accumulator
@@ -38,8 +45,8 @@ from jaxmp._program.wiring import argument_types
 
 
 def plan_custom_jvp(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
-) -> Step:
+    op: Op, states: States, context: PlanContext, region: Region, results_in: AllIn = ()
+) -> OpPlan:
     """Rewrites both the function and its derivative: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
@@ -55,23 +62,23 @@ def plan_custom_jvp(
         return list(map(cast_to_state, results, result_states))
 
     call = with_derivative(op.equation, functools.partial(run_plan, inner), derivative)
-    return Step(op, state_dtypes(states), inner.results, run=call, reads=inner.reads)
+    return OpPlan(op, state_dtypes(states), inner.results, run=call, reads=inner.reads)
 
 
 def cast_to_state(value: Any, state: State | None) -> Any:
     return value if state is None else lax.convert_element_type(value, state.dtype)
 
 
-def plan_custom_vjp(op: Op, states: States, context: Call, region: Region) -> Step:
+def plan_custom_vjp(op: Op, states: States, context: PlanContext, region: Region) -> OpPlan:
     """Leaves the function as it was traced, since its gradient belongs to that computation."""
     # In float32 parts no dtype changes, only the precision of its products.
     enters = region.exact and region.precision is not None and _multiplies_itself(op.equation)
     if context.enter_custom_vjp or enters:
         return _enter_custom_vjp(op, states, context)
-    step = plan_as_traced(op, states)
+    op_plan = plan_as_traced(op, states)
     if region.products is not None and _multiplies_itself(op.equation):
-        step.not_float8 = "inside of a jax.custom_vjp"
-    return step
+        op_plan.not_float8 = "inside of a jax.custom_vjp"
+    return op_plan
 
 
 def _multiplies_itself(equation: core.JaxprEqn) -> bool:
@@ -81,7 +88,7 @@ def _multiplies_itself(equation: core.JaxprEqn) -> bool:
     return any(equation.primitive.name in CONTRACTIONS for equation in inside)
 
 
-def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
+def _enter_custom_vjp(op: Op, states: States, context: PlanContext) -> OpPlan:
     """Rewrites the forward and the backward pass, which meet in the residuals."""
     inside = context.inside(op)
     body = op.params["call_jaxpr"]
@@ -102,12 +109,12 @@ def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
         return [*map(cast_to_state, results, primal.results), *results[count:]], backward_pass
 
     call = with_passes(op.equation, functools.partial(run_plan, primal), forward_pass)
-    return Step(op, state_dtypes(states), primal.results, run=call)
+    return OpPlan(op, state_dtypes(states), primal.results, run=call)
 
 
 def plan_control(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
-) -> Step:
+    op: Op, states: States, context: PlanContext, region: Region, results_in: AllIn = ()
+) -> OpPlan:
     """Plans an operation that contains programs; once more, for how its results are read."""
     planner = {"custom_jvp_call": plan_custom_jvp, "custom_vjp_call": plan_custom_vjp}.get(op.name)
     if planner is None and op.name in CONTROL_FLOW:
@@ -117,18 +124,20 @@ def plan_control(
         planner = _plan_call
     if planner is None:
         return plan_as_traced(op, states)
-    step = planner(op, states, context, region, *([results_in] if results_in else []))
+    op_plan = planner(op, states, context, region, *([results_in] if results_in else []))
     inside = equations_in(compat.bodies_of(op.equation)) if context.kernels else ()
     if not any(id(equation) in context.kernels for equation in inside):
-        step.plan_key = context.inside(op).plan_key(states, results_in)
-    if planner in (plan_custom_jvp, _plan_once, _plan_choice) and step.run is not None:
-        step.replan = functools.partial(
+        op_plan.plan_key = context.inside(op).plan_key(states, results_in)
+    if planner in (plan_custom_jvp, _plan_once, _plan_choice) and op_plan.run is not None:
+        op_plan.replan = functools.partial(
             plan_control, op, states=states, context=context, region=region
         )
-    return step
+    return op_plan
 
 
-def plan_inside(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = ()) -> Plan:
+def plan_inside(
+    jaxpr: Any, states: States, context: PlanContext, op: Op, results_in: AllIn = ()
+) -> Plan:
     """Returns the plan of a program inside an operation, made once for each way of calling it."""
     inside = context.inside(op)
     states = [state and entry_state(state) for state in states]
@@ -139,34 +148,34 @@ def plan_inside(jaxpr: Any, states: States, context: Call, op: Op, results_in: A
 
 def changes(plan: Plan) -> bool:
     """Whether a plan differs from the program as it was traced."""
-    for step in plan.steps:
-        pairs = zip(step.op.in_avals, step.in_dtypes, strict=True)
+    for op_plan in plan.op_plans:
+        pairs = zip(op_plan.op.in_avals, op_plan.in_dtypes, strict=True)
         casts = any(want is not None and want != aval.dtype for aval, want in pairs)
-        casts = casts or WRITTEN in step.op.functions
-        runs = step.run not in (None, list) and any(step.results)
-        if casts or runs or step.params or any(step.sources):
+        casts = casts or WRITTEN in op_plan.op.functions
+        runs = op_plan.run not in (None, list) and any(op_plan.results)
+        if casts or runs or op_plan.params or any(op_plan.sources):
             return True
     return False
 
 
 def _plan_once(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
-) -> Step:
+    op: Op, states: States, context: PlanContext, region: Region, results_in: AllIn = ()
+) -> OpPlan:
     """Plans a jit, a checkpoint or a `shard_map`, which run one program once."""
     inner = plan_inside(op.params["jaxpr"], states, context, op, results_in)
     # The dtypes of results count too: an argument that is passed through may have another one.
     pairs = zip(inner.results, op.out_avals, strict=True)
     same = all(state is None or state.dtype == aval.dtype for state, aval in pairs)
     if op.name in JITS and not changes(inner) and same:
-        step = plan_as_traced(op, states)
-        step.results = inner.results
-        return step
+        op_plan = plan_as_traced(op, states)
+        op_plan.results = inner.results
+        return op_plan
     run = _runner(op, context, [inner])
-    return Step(op, state_dtypes(states), inner.results, run=run, reads=inner.reads)
+    return OpPlan(op, state_dtypes(states), inner.results, run=run, reads=inner.reads)
 
 
 def _runner(
-    op: Op, context: Call, plans: Sequence[Plan], outs: Sequence[States | None] = (None,)
+    op: Op, context: PlanContext, plans: Sequence[Plan], outs: Sequence[States | None] = (None,)
 ) -> Callable[[list[Any]], list[Any]]:
     """Returns a function that runs an operation again around planned programs.
 
@@ -182,7 +191,7 @@ def _runner(
     return lambda values: rebind(op.equation, values, makers)
 
 
-def _jaxpr_of(context: Call, inner: Plan, out: States | None, avals: list[Any]) -> Any:
+def _jaxpr_of(context: PlanContext, inner: Plan, out: States | None, avals: list[Any]) -> Any:
     """Returns the jaxpr of a plan. Calls that are alike share it, so that it is compiled once."""
 
     def body(*args: Any) -> list[Any]:
@@ -193,14 +202,16 @@ def _jaxpr_of(context: Call, inner: Plan, out: States | None, avals: list[Any]) 
     return context.shared.once(key, inner, lambda: compat.trace(body, avals))
 
 
-def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
+def _plan_loop(op: Op, states: States, context: PlanContext, region: Region) -> OpPlan:
     wiring = op.wiring
     carry, tests = wiring.carry, compat.bodies_of(op.equation)[: wiring.tests]
     inner, inside = _fixed_point(op, states, context, region)
     last, stacked = inside[carry.start : carry.stop], inner.results[len(carry) :]
     # What a recurrence returns is high, and joins 16 bits.
     out = [
-        State(Kind.HIGH, FLOAT32) if state and state.loop_carried else state and entry_state(state)
+        State(Strength.HIGH, FLOAT32)
+        if state and state.loop_carried
+        else state and entry_state(state)
         for state in (*last, *stacked)
     ]
     conditions = [
@@ -220,7 +231,7 @@ def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
         body = _jaxpr_of(context, inner, out, avals)
         return _summing_scan(op.equation, carry.start, body, values)
 
-    return Step(op, state_dtypes(inside), out, run=run)
+    return OpPlan(op, state_dtypes(inside), out, run=run)
 
 
 def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[Any]) -> list[Any]:
@@ -238,7 +249,7 @@ def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[
 
 
 def _fixed_point(
-    op: Op, states: States, context: Call, region: Region
+    op: Op, states: States, context: PlanContext, region: Region
 ) -> tuple[Plan, list[State | None]]:
     """Returns the plan of a loop's body, and the operands' states, which a turn leaves as they are.
 
@@ -252,10 +263,10 @@ def _fixed_point(
     for i in wiring.carry:
         # A scan keeps the dtype of its carry, and here the program chose 16 bits.
         if inside[i] is not None and op.in_avals[i].dtype != FLOAT32:
-            inside[i] = State(Kind.LOW, op.in_avals[i].dtype)
+            inside[i] = State(Strength.LOW, op.in_avals[i].dtype)
     while True:
         carry = inside[wiring.carry.start : wiring.carry.stop]
-        firm = (state is not None and state.kind is Kind.FIRM for state in carry)
+        firm = (state is not None and state.strength is Strength.FIRM for state in carry)
         results_in = tuple(Reading.FLOAT32 if x else Reading.LOW for x in firm)
         arguments = [inside[i] for i in wiring.arguments[-1]]
         inner = plan_inside(body, arguments, context, op, results_in)
@@ -270,18 +281,22 @@ def _fixed_point(
 
 def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> State:
     """Joins the states of a carry before and after a turn. A firm one stays firm."""
-    kinds = {begin.kind, end.kind}
-    if kinds == {Kind.WEAK}:
+    strengths = {begin.strength, end.strength}
+    if strengths == {Strength.WEAK}:
         return combined_state([begin, end], low)
-    if through_layers and Kind.FIRM not in kinds:
-        return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
+    if through_layers and Strength.FIRM not in strengths:
+        return (
+            State(Strength.HIGH, FLOAT32)
+            if strengths == {Strength.HIGH}
+            else State(Strength.LOW, low)
+        )
     # In 16 bits, 300 small steps of an ODE solver add up to nothing.
-    return State(Kind.FIRM, FLOAT32, loop_carried=not through_layers)
+    return State(Strength.FIRM, FLOAT32, loop_carried=not through_layers)
 
 
 def _plan_choice(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
-) -> Step:
+    op: Op, states: States, context: PlanContext, region: Region, results_in: AllIn = ()
+) -> OpPlan:
     branches = compat.bodies_of(op.equation)
     plans = [plan_inside(branch, states[1:], context, op, results_in) for branch in branches]
     out: list[State | None] = []
@@ -290,23 +305,25 @@ def _plan_choice(
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
     run = _runner(op, context, plans, [out] * len(plans))
     reads = [Reading.EITHER, *map(min, zip(*(branch.reads for branch in plans), strict=True))]
-    return Step(op, state_dtypes(states), out, run=run, reads=reads)
+    return OpPlan(op, state_dtypes(states), out, run=run, reads=reads)
 
 
-def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
+def _plan_call(op: Op, states: States, context: PlanContext, region: Region) -> OpPlan:
     """Plans a call that must keep the dtypes of its operands and results.
 
     The rule of a `custom_vmap` was written for the dtypes of the trace. Of calls that JAX may
     bring, nothing is known but their program.
     """
     (body,) = compat.bodies_of(op.equation)
-    step = plan_as_traced(op, states)
+    op_plan = plan_as_traced(op, states)
     pairs = zip(states, op.in_avals, strict=True)
     inside = [state and argument_state(aval) for state, aval in pairs]
     inner = plan_inside(body, inside, context, op)
-    step.results = [
-        State(Kind.HIGH, FLOAT32) if state and result and result.kind is not Kind.WEAK else state
-        for state, result in zip(step.results, inner.results, strict=True)
+    op_plan.results = [
+        State(Strength.HIGH, FLOAT32)
+        if state and result and result.strength is not Strength.WEAK
+        else state
+        for state, result in zip(op_plan.results, inner.results, strict=True)
     ]
-    step.run = _runner(op, context, [inner], [list(map(argument_state, op.out_avals))])
-    return step
+    op_plan.run = _runner(op, context, [inner], [list(map(argument_state, op.out_avals))])
+    return op_plan

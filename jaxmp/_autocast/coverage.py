@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from jaxmp._autocast.kinds import FLOAT32
 from jaxmp._autocast.layers import ends_by_floats
-from jaxmp._autocast.plan import Call, Plan
+from jaxmp._autocast.op_plans import OpPlan
+from jaxmp._autocast.plan import Plan, PlanContext
+from jaxmp._autocast.planners import asks_for_precision
 from jaxmp._autocast.regions import scopes
-from jaxmp._autocast.rules import asks_for_precision
-from jaxmp._autocast.steps import Step
+from jaxmp._autocast.strengths import FLOAT32
 from jaxmp._numerics.dtypes import DType, code_kind
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.recipe import ONE_ROW
@@ -40,7 +40,7 @@ _UNKNOWN = "unknown: "  # the rest of the key is the name of the call
 _Flops = collections.Counter[str]
 
 
-def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
+def warn_of_products_left(plan: Plan, context: PlanContext, warned: list[str]) -> None:
     """Warns if more than half of the FLOPs of products stay in float32 without a request.
 
     Products that `full_precision`, rules, `float32=` or `precision=` keep in float32 do not count.
@@ -85,18 +85,18 @@ def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
         warn(warned[0])
 
 
-def _flops_of_plan(plan: Plan, context: Call) -> _Flops:
+def _flops_of_plan(plan: Plan, context: PlanContext) -> _Flops:
     """Counts the FLOPs of products in 16 bits, and of products left in float32, by reason."""
     key = ("flops", id(plan), context.regions.deciding_scopes(context.prefix), context.functions)
-    steps = (x for x in plan.steps if x.op.name in PRODUCTS or bodies_of(x.op.equation))
+    op_plans = (x for x in plan.op_plans if x.op.name in PRODUCTS or bodies_of(x.op.equation))
     flops: _Flops = context.shared.once(
-        key, plan, lambda: _sum(_flops_of_step(step, context) for step in steps)
+        key, plan, lambda: _sum(_flops_of_op_plan(op_plan, context) for op_plan in op_plans)
     )
     return flops
 
 
-def _flops_of_step(step: Step, context: Call) -> _Flops:
-    op = step.op
+def _flops_of_op_plan(op_plan: OpPlan, context: PlanContext) -> _Flops:
+    op = op_plan.op
     names = (*context.prefix, *scopes(op.stack))
     if CLASSES.get(op.name) is OpClass.CONTROL and ends_by_floats(op.equation):
         return _Flops()  # in 16 bits they may never end
@@ -112,8 +112,8 @@ def _flops_of_step(step: Step, context: Call) -> _Flops:
         elif name.startswith("custom_vjp_call"):
             reason = _IN_CUSTOM_VJP
         flops = _flops_as_traced(equation, names, context, reason)
-        if step.not_float8 is not None and (low := flops.pop(_LOW, 0)):
-            flops[NOT_FLOAT8 + step.not_float8] = low
+        if op_plan.not_float8 is not None and (low := flops.pop(_LOW, 0)):
+            flops[NOT_FLOAT8 + op_plan.not_float8] = low
         return flops
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
         return _Flops()
@@ -124,15 +124,17 @@ def _flops_of_step(step: Step, context: Call) -> _Flops:
         if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
             return _Flops()
         reason = _PRECISE
-    if step.float8 is not None or step.not_float8 is not None:
-        key = _LOW if step.not_float8 == ONE_ROW else f"{NOT_FLOAT8}{step.not_float8}"
-        return _Flops({_IN_8_BITS if step.float8 else key: product_flops(op.equation)})
-    pairs = zip(step.in_dtypes[:2], op.in_avals, strict=False)
+    if op_plan.float8 is not None or op_plan.not_float8 is not None:
+        key = _LOW if op_plan.not_float8 == ONE_ROW else f"{NOT_FLOAT8}{op_plan.not_float8}"
+        return _Flops({_IN_8_BITS if op_plan.float8 else key: product_flops(op.equation)})
+    pairs = zip(op_plan.in_dtypes[:2], op.in_avals, strict=False)
     dtypes = [dtype or aval.dtype for dtype, aval in pairs]
     return _flops_of_product(op.equation, dtypes, names, context, reason)
 
 
-def _flops_as_traced(equation: Any, names: tuple[str, ...], context: Call, reason: str) -> _Flops:
+def _flops_as_traced(
+    equation: Any, names: tuple[str, ...], context: PlanContext, reason: str
+) -> _Flops:
     """Counts them for an operation that runs as it was traced, in these scopes."""
     if equation.primitive.name in PRODUCTS:
         dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
@@ -147,7 +149,7 @@ def _flops_as_traced(equation: Any, names: tuple[str, ...], context: Call, reaso
 
 
 def _flops_of_product(
-    equation: Any, dtypes: list[DType], names: tuple[str, ...], context: Call, reason: str
+    equation: Any, dtypes: list[DType], names: tuple[str, ...], context: PlanContext, reason: str
 ) -> _Flops:
     is_wide = any(dtype.itemsize > FLOAT32.itemsize for dtype in dtypes)
     if is_wide or context.regions.of(names).exact:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.layers import ends_by_floats
+from jaxmp._autocast.op_plans import OpPlan, States, plan_as_traced
 from jaxmp._autocast.regions import Region, Regions, scopes
-from jaxmp._autocast.steps import States, Step, plan_as_traced
+from jaxmp._autocast.strengths import FLOAT32, State, Strength
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
@@ -175,15 +175,15 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
     )
 
 
-def replaced_kernel(op: Op, states: States, low: core.JaxprEqn) -> Step:
+def replaced_kernel(op: Op, states: States, low: core.JaxprEqn) -> OpPlan:
     """Plans a kernel that was traced for 16 bits; its 16-bit results are activations."""
-    step = plan_as_traced(op, states)
+    op_plan = plan_as_traced(op, states)
     in_avals = [cast(Any, atom.aval) for atom in low.invars]
     out_avals = [cast(Any, atom.aval) for atom in low.outvars]
-    step.in_dtypes = [state and aval.dtype for state, aval in zip(states, in_avals, strict=True)]
-    step.results = [
-        state and State(Kind.HIGH if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
-        for state, aval in zip(step.results, out_avals, strict=True)
+    op_plan.in_dtypes = [state and aval.dtype for state, aval in zip(states, in_avals, strict=True)]
+    op_plan.results = [
+        state and State(Strength.HIGH if aval.dtype == FLOAT32 else Strength.LOW, aval.dtype)
+        for state, aval in zip(op_plan.results, out_avals, strict=True)
     ]
-    step.run = functools.partial(compat.bind, low)
-    return step
+    op_plan.run = functools.partial(compat.bind, low)
+    return op_plan

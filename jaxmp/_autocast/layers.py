@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from jaxmp._autocast.kinds import is_weight
-from jaxmp._autocast.steps import States
+from jaxmp._autocast.op_plans import States
+from jaxmp._autocast.strengths import is_weight
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program import compat
 from jaxmp._program.facts import NONE, Labels, made_of

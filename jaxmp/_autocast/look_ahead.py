@@ -11,8 +11,8 @@ import collections
 
 import jax.numpy as jnp
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, Materialized
-from jaxmp._autocast.steps import AllIn, Reading, States, Step
+from jaxmp._autocast.op_plans import AllIn, OpPlan, Reading, States
+from jaxmp._autocast.strengths import FLOAT32, Materialized, Strength
 from jaxmp._program.op_classes import (
     ACTIVATIONS,
     ADDS,
@@ -30,7 +30,7 @@ _PASSING = (OpClass.PROMOTE, OpClass.RANGE, OpClass.MOVE)
 
 
 class LookAhead:
-    """Widens steps, the last first, by how the steps behind them read their results.
+    """Widens plans of operations, the last first, by how those behind them read their results.
 
     Attributes:
       wanted: for operations with programs inside, by their numbers, how their results are read.
@@ -46,14 +46,14 @@ class LookAhead:
         readers = [program.outputs, *(op.inputs for op in program.ops)]
         self._counts = collections.Counter(x for atoms in readers for x in set(numbers(atoms)))
 
-    def run(self, steps: list[Step], results_in: AllIn) -> list[Reading]:
-        """Widens the steps; returns how they read the arguments of the program."""
+    def run(self, op_plans: list[OpPlan], results_in: AllIn) -> list[Reading]:
+        """Widens the plans; returns how they read the arguments of the program."""
         readings = (*results_in, *[Reading.LOW] * len(self._program.outputs))
         for atom, reading in zip(self._program.outputs, readings, strict=False):
             if isinstance(atom, int):
                 self._readings[atom].add(reading)
-        for step in reversed(steps):
-            steps[step.op.number] = self._visit(step)
+        for op_plan in reversed(op_plans):
+            op_plans[op_plan.op.number] = self._visit(op_plan)
         return list(map(self._reading, self._program.inputs))
 
     def _reading(self, number: int) -> Reading:
@@ -70,51 +70,51 @@ class LookAhead:
         low = ((i, x) for i, (bits, x) in rows if bits & self.multiplied and Reading.LOW in x)
         return frozenset(i for i, x in low if x & {Reading.NORMED, Reading.FLOAT32})
 
-    def _visit(self, step: Step) -> Step:
-        outputs = step.op.outputs
+    def _visit(self, op_plan: OpPlan) -> OpPlan:
+        outputs = op_plan.op.outputs
         readings = list(map(self._reading, outputs))
-        is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
+        is_low = any(state is not None and state.dtype != FLOAT32 for state in op_plan.results)
         is_wanted = any(x in (Reading.NORMED, Reading.FLOAT32) for x in readings)
-        if is_low and is_wanted and step.replan is not None:
+        if is_low and is_wanted and op_plan.replan is not None:
             # Programs inside are compiled anew, which results that may have any dtype are not
             # worth.
-            self.wanted[step.op.number] = wanted = tuple(readings)
-            step = step.replan(results_in=wanted)
+            self.wanted[op_plan.op.number] = wanted = tuple(readings)
+            op_plan = op_plan.replan(results_in=wanted)
         for_either = False
-        if is_low and step.may_widen and Reading.LOW not in readings:
-            stored = any(x and x.materialized is not Materialized.NO for x in step.results)
+        if is_low and op_plan.may_widen and Reading.LOW not in readings:
+            stored = any(x and x.materialized is not Materialized.NO for x in op_plan.results)
             is_read = any(self._readings[number] for number in outputs)
-            for_either = is_read and not (is_wanted or step.sources or stored)
-            stays = stored and (Reading.NORMED in readings or self._is_residual(step))
+            for_either = is_read and not (is_wanted or op_plan.sources or stored)
+            stays = stored and (Reading.NORMED in readings or self._is_residual(op_plan))
             if for_either or (is_wanted and not stays):
-                step.widen()
-                for number in numbers(step.op.inputs if step.sources else ()):
+                op_plan.widen()
+                for number in numbers(op_plan.op.inputs if op_plan.sources else ()):
                     state = self._states[number]
-                    if state is not None and state.kind is Kind.LOW:
+                    if state is not None and state.strength is Strength.LOW:
                         self.multiplied |= self._products[number]
-        for i, (atom, dtype) in enumerate(zip(step.op.inputs, step.in_dtypes, strict=True)):
+        for i, (atom, dtype) in enumerate(zip(op_plan.op.inputs, op_plan.in_dtypes, strict=True)):
             if not isinstance(atom, int):
                 continue
-            if step.reads:
-                self._readings[atom].add(step.reads[i])
-            elif step.keeps_dtype:
+            if op_plan.reads:
+                self._readings[atom].add(op_plan.reads[i])
+            elif op_plan.keeps_dtype:
                 self._readings[atom] |= self._readings[outputs[0]]
             elif dtype is not None and dtype != FLOAT32:
                 self._readings[atom].add(Reading.LOW)
             elif dtype is not None and not for_either:
-                activates = is_low and step.op.name in ACTIVATIONS
-                normed = activates or self._is_normed(step.op, i, atom)
+                activates = is_low and op_plan.op.name in ACTIVATIONS
+                normed = activates or self._is_normed(op_plan.op, i, atom)
                 self._readings[atom].add(Reading.NORMED if normed else Reading.FLOAT32)
             elif dtype is not None:
                 self._readings[atom].add(Reading.EITHER)
-        return step
+        return op_plan
 
-    def _is_residual(self, step: Step) -> bool:
+    def _is_residual(self, op_plan: OpPlan) -> bool:
         """Whether it adds a value to another that more operations read, as in `x + f(x)`."""
         # A sum of two products, such as a gate of an LSTM, has operands that nothing else reads.
-        pairs = ((x, self._states[x]) for x in numbers(step.op.inputs))
-        low = [x for x, state in pairs if state is not None and state.kind is Kind.LOW]
-        return step.op.name in ADDS and len(low) > 1 and any(self._counts[x] > 1 for x in low)
+        pairs = ((x, self._states[x]) for x in numbers(op_plan.op.inputs))
+        low = [x for x, state in pairs if state is not None and state.strength is Strength.LOW]
+        return op_plan.op.name in ADDS and len(low) > 1 and any(self._counts[x] > 1 for x in low)
 
     def _is_normed(self, op: Op, i: int, atom: int) -> bool:
         """Whether a float32 operation is a part of a norm or a softmax of its operand."""
@@ -128,7 +128,7 @@ class LookAhead:
             if not isinstance(other, int) or other == atom:
                 continue
             state = self._states[other]
-            if state is None or state.kind is Kind.WEAK:
+            if state is None or state.strength is Strength.WEAK:
                 continue
             is_wide, is_own = state.dtype == FLOAT32, self._products[other] & self._products[atom]
             is_small = state.broadcast or aval.size < op.in_avals[i].size

@@ -15,23 +15,29 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast.kernels import Replacements, replaced_kernel
-from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.layers import ends_by_floats
 from jaxmp._autocast.look_ahead import LookAhead
-from jaxmp._autocast.reading import casts_back, read_for_plan
-from jaxmp._autocast.regions import EXACT, SCALED, Region, Regions, scopes
-from jaxmp._autocast.rules import RULES, adapt_scatter, ask_for_precision, convert, has_own_program
-from jaxmp._autocast.steps import (
+from jaxmp._autocast.op_plans import (
     AllIn,
+    OpPlan,
     Reading,
     States,
-    Step,
     adds_gradients,
     argument_state,
     has_foreign_floats,
     literal_state,
     plan_as_traced,
 )
+from jaxmp._autocast.planners import (
+    PLANNERS,
+    adapt_scatter,
+    ask_for_precision,
+    convert,
+    has_own_program,
+)
+from jaxmp._autocast.reading import casts_back, read_for_plan
+from jaxmp._autocast.regions import EXACT, SCALED, Region, Regions, scopes
+from jaxmp._autocast.strengths import FLOAT32, State, Strength
 from jaxmp._program.compat import bodies_of, function_name
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, JITS, OpClass, may_be_sum
 from jaxmp._program.op_lists import OpLists
@@ -45,7 +51,7 @@ class Plan:
 
     Attributes:
       program: the program.
-      steps: one step for each of its operations.
+      op_plans: one for each of its operations.
       states: the state of each of its values.
       results: the states of its results.
       reads: how it reads its arguments.
@@ -54,7 +60,7 @@ class Plan:
     """
 
     program: Program
-    steps: list[Step]
+    op_plans: list[OpPlan]
     states: list[State | None]
     results: list[State | None]
     reads: list[Reading]
@@ -63,7 +69,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PlanContext:
     """The context of a whole call of autocast.
 
     Attributes:
@@ -84,7 +90,7 @@ class Call:
     regions: Regions
     lists: OpLists
     enter_custom_vjp: bool
-    control: Callable[..., Step]
+    control: Callable[..., OpPlan]
     kernels: Replacements = dataclasses.field(default_factory=dict)
     prefix: tuple[str, ...] = ()
     stacks: tuple[Any, ...] = ()
@@ -103,7 +109,7 @@ class Call:
         """Returns the plans of the programs inside an operation; none if it is not rewritten."""
         return list(self.plans.get(id(op), (op, {}))[1].values())
 
-    def inside(self, op: Op) -> "Call":
+    def inside(self, op: Op) -> "PlanContext":
         """Returns the context of the programs inside an operation."""
         own = (op.params["name"],) if op.name in JITS else ()
         if op.name == "custom_jvp_call":
@@ -122,7 +128,7 @@ class Call:
         return tuple(states), names, self.functions, in_backward, results_in
 
 
-def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = ()) -> Plan:
+def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: AllIn = ()) -> Plan:
     """Decides in which dtype each operation of a program runs, by how its results are read."""
     program = read_for_plan(jaxpr)
     known = dict(zip(program.inputs, arguments, strict=True))
@@ -140,74 +146,78 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = ()
             return literal_state(atom)
         state = states[atom]
         leaves = from_backward[atom] and not inside and state is not None
-        return State(Kind.WEAK, FLOAT32) if leaves else state
+        return State(Strength.WEAK, FLOAT32) if leaves else state
 
     def operands_of(op: Op) -> list[State | None]:
         return [state_of(atom, inside=are_inside[op.number]) for atom in op.inputs]
 
-    def settle(step: Step, operands: States) -> None:
-        _mark_sums(step, operands)
-        for number, state in zip(step.op.outputs, step.results, strict=True):
-            states[number], from_backward[number] = state, are_inside[step.op.number]
+    def settle(op_plan: OpPlan, operands: States) -> None:
+        _mark_sums(op_plan, operands)
+        for number, state in zip(op_plan.op.outputs, op_plan.results, strict=True):
+            states[number], from_backward[number] = state, are_inside[op_plan.op.number]
 
-    steps, cast_back = [], casts_back(program)
+    op_plans, cast_back = [], casts_back(program)
     multiplied = {x for op in program.ops if op.name in CONTRACTIONS for x in numbers(op.inputs)}
     for op in program.ops:
         names = (*context.prefix, *scopes(op.stack))
         region = context.regions.of(names)
         operands = operands_of(op)
-        step = ask_for_precision(_step(op, operands, context, region, cast_back), region.precision)
-        is_float16 = op.name in CONTRACTIONS and _FLOAT16 in step.in_dtypes
+        op_plan = ask_for_precision(
+            _step(op, operands, context, region, cast_back), region.precision
+        )
+        is_float16 = op.name in CONTRACTIONS and _FLOAT16 in op_plan.in_dtypes
         is_gradient = in_backward or are_inside[op.number]
         if is_gradient and is_float16 and SCALED not in names:
             context.unscaled.append(op)
         if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
             # As biases, they would be updated in 16 bits when the ensemble trains.
-            step.results = [state and state.whole() for state in step.results]
-        settle(step, operands)
-        steps.append(step)
+            op_plan.results = [state and state.whole() for state in op_plan.results]
+        settle(op_plan, operands)
+        op_plans.append(op_plan)
     look_ahead = LookAhead(program, states)
-    reads = look_ahead.run(steps, results_in)
-    for step in steps:
-        operands = operands_of(step.op)
-        if step.keeps_dtype:
-            step.results = operands
-        elif step.replan is not None and _widened(step, operands):
-            wanted = look_ahead.wanted.get(step.op.number, ())
-            step = steps[step.op.number] = step.replan(states=operands, results_in=wanted)
-        settle(step, operands)
+    reads = look_ahead.run(op_plans, results_in)
+    for op_plan in op_plans:
+        operands = operands_of(op_plan.op)
+        if op_plan.keeps_dtype:
+            op_plan.results = operands
+        elif op_plan.replan is not None and _widened(op_plan, operands):
+            wanted = look_ahead.wanted.get(op_plan.op.number, ())
+            op_plan = op_plans[op_plan.op.number] = op_plan.replan(
+                states=operands, results_in=wanted
+            )
+        settle(op_plan, operands)
     results = list(map(state_of, program.outputs))
-    for step in steps:
-        for number in adds_gradients(step):
+    for op_plan in op_plans:
+        for number in adds_gradients(op_plan):
             state = states[number]
             if state is not None and state.dtype != FLOAT32:
                 states[number] = state._replace(summed=True)
-    return Plan(program, steps, states, results, reads, look_ahead.rounded(), context.shared)
+    return Plan(program, op_plans, states, results, reads, look_ahead.rounded(), context.shared)
 
 
-def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step:
+def _at_precision(op: Op, states: States, context: PlanContext, region: Region) -> OpPlan:
     """Plans an operation with programs inside that keep their dtypes; their products are exact."""
-    step = plan_as_traced(op, states, exact=region.result)
+    op_plan = plan_as_traced(op, states, exact=region.result)
     traced_states = [argument_state(aval) for aval in op.in_avals]
     inside = context.control(op, traced_states, context, region)
-    step.run, step.params, step.plan_key = inside.run, inside.params, inside.plan_key
-    return step
+    op_plan.run, op_plan.params, op_plan.plan_key = inside.run, inside.params, inside.plan_key
+    return op_plan
 
 
-def _mark_sums(step: Step, operands: States) -> None:
+def _mark_sums(op_plan: OpPlan, operands: States) -> None:
     """Marks float32 results that may be sums over devices."""
-    if CLASSES.get(step.op.name) is not OpClass.CONTROL:
-        summed = may_be_sum(step.op.name, any(state and state.summed for state in operands))
-        step.results = [
+    if CLASSES.get(op_plan.op.name) is not OpClass.CONTROL:
+        summed = may_be_sum(op_plan.op.name, any(state and state.summed for state in operands))
+        op_plan.results = [
             state and state._replace(summed=summed and state.dtype == FLOAT32)
-            for state in step.results
+            for state in op_plan.results
         ]
 
 
-def _widened(step: Step, operands: States) -> bool:
+def _widened(op_plan: OpPlan, operands: States) -> bool:
     """Whether operands that programs inside read in float32 have become float32."""
-    triples = zip(step.reads, step.in_dtypes, operands, strict=True) if step.reads else ()
+    triples = zip(op_plan.reads, op_plan.in_dtypes, operands, strict=True) if op_plan.reads else ()
     return any(
         state is not None and dtype != state.dtype == FLOAT32 and reading is not Reading.LOW
         for reading, dtype, state in triples
@@ -224,8 +234,8 @@ def is_backward(stack: Any) -> bool:
 
 
 def _step(
-    op: Op, states: States, context: Call, region: Region, cast_back: Collection[int]
-) -> Step:
+    op: Op, states: States, context: PlanContext, region: Region, cast_back: Collection[int]
+) -> OpPlan:
     functions = (*context.functions, *op.functions)
     context.names.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)
@@ -240,12 +250,12 @@ def _step(
     if op_class is OpClass.CONTROL and not region.exact and ends_by_floats(op.equation):
         # As in `full_precision`; but its results join 16 bits.
         exact = dataclasses.replace(context, prefix=(*context.prefix, EXACT))
-        step = _at_precision(op, states, exact, context.regions.of(exact.prefix))
-        step.results = [
-            State(Kind.HIGH, FLOAT32) if state and state.dtype == FLOAT32 else state
-            for state in step.results
+        op_plan = _at_precision(op, states, exact, context.regions.of(exact.prefix))
+        op_plan.results = [
+            State(Strength.HIGH, FLOAT32) if state and state.dtype == FLOAT32 else state
+            for state in op_plan.results
         ]
-        return step
+        return op_plan
     if id(op.equation) in context.kernels and not region.exact:
         return replaced_kernel(op, states, context.kernels[id(op.equation)][1])
     if op.name == "convert_element_type":
@@ -256,4 +266,4 @@ def _step(
         return plan_as_traced(op, states)
     if not any(states):
         return plan_as_traced(op, states)
-    return adapt_scatter(RULES[op_class](op, states, region))
+    return adapt_scatter(PLANNERS[op_class](op, states, region))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxmp._autocast.rules import asks_for_precision
+from jaxmp._autocast.planners import asks_for_precision
 from jaxmp._numerics.dtypes import HALVES, is_half, is_half_or_float32
 from jaxmp._program.compat import holds_arrays, is_of_jax, trace
 from jaxmp._program.flops import is_elementwise

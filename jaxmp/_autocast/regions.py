@@ -3,7 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
-from jaxmp._autocast.kinds import FLOAT32, Kind
+from jaxmp._autocast.strengths import FLOAT32, Strength
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.precision import precision_of
 from jaxmp._policies.policy import Policy, get_policy, short_name
@@ -29,7 +29,7 @@ class Region(NamedTuple):
     Attributes:
       low: the dtype of products; float32 if the operation runs as traced.
       float32_gradients: whether gradients of parameters come out of products in float32.
-      result: the kind of floats that leave an exact region.
+      result: the strength of floats that leave an exact region.
       sealed: whether no dtype inside may change, whatever the scopes inside say.
       precision: that of products in float32 which name none themselves; None leaves JAX's.
       products: the float8 recipe of products with params, or None.
@@ -38,7 +38,7 @@ class Region(NamedTuple):
 
     low: DType
     float32_gradients: bool = True
-    result: Kind = Kind.FIRM
+    result: Strength = Strength.FIRM
     sealed: bool = False
     precision: str | None = None
     products: Recipe | None = None
@@ -90,9 +90,9 @@ class Regions:
             return self.of(tuple(name for name in names if name != SCALED))
         if names not in self._regions:
             if marks := [name for name in names if name in (EXACT, DONE)]:
-                kind = Kind.FIRM if EXACT in marks else Kind.HIGH
+                strength = Strength.FIRM if EXACT in marks else Strength.HIGH
                 precision = precision_of(None) if marks[-1] == EXACT else None
-                region = Region(FLOAT32, result=kind, sealed=True, precision=precision)
+                region = Region(FLOAT32, result=strength, sealed=True, precision=precision)
                 self._regions[names] = region
             elif policies := [name for name in names if name.startswith(POLICY)]:
                 text = policies[-1].removeprefix(POLICY)

@@ -10,16 +10,16 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind
+from jaxmp._autocast.op_plans import OpPlan
 from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.steps import Step
+from jaxmp._autocast.strengths import FLOAT32, Strength
 from jaxmp._numerics.dtypes import DType, is_half
 from jaxmp._numerics.rounding import BFLOAT16, open_cast
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 from jaxmp._program import compat
 from jaxmp._program.derivatives import in_standard_form
-from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.evaluate import Cells, Interpreter, evaluate
 from jaxmp._program.op_classes import REARRANGES
 from jaxmp._program.program import Op, Program
 from jaxmp._program.scopes import NOT_FLOAT8
@@ -27,10 +27,10 @@ from jaxmp._program.scopes import NOT_FLOAT8
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Runs a program as planned, on arguments in the dtypes that it was planned for."""
-    rules = _PlanRules(plan)
+    interpreter = _PlanInterpreter(plan)
     pairs = zip(plan.program.inputs, arguments, strict=True)
-    cells = [_CastCell(value, summed=rules.summed(number)) for number, value in pairs]
-    return evaluate(plan.program, cells, rules)
+    cells = [_CastCell(value, summed=interpreter.summed(number)) for number, value in pairs]
+    return evaluate(plan.program, cells, interpreter)
 
 
 @jax.tree_util.register_dataclass
@@ -103,20 +103,20 @@ class _Move(NamedTuple):
         return self.primitive.bind(x, **dict(self.params))
 
 
-class _PlanRules(Rules[_CastCell]):
-    """Runs each operation by its step."""
+class _PlanInterpreter(Interpreter[_CastCell]):
+    """Runs each operation by its plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.shared = plan, plan.shared
 
     def variant(self, op: Op) -> Hashable:
-        step = self.plan.steps[op.number]
-        if step.run not in (None, list) and step.plan_key is None:
+        op_plan = self.plan.op_plans[op.number]
+        if op_plan.run not in (None, list) and op_plan.plan_key is None:
             return None
         results = [(self.plan.states[x], x in self.plan.rounded) for x in op.outputs]
-        reads = (*step.in_dtypes, *step.sources, *step.broadcasts)
-        of_op = step.plan_key, step.float8, step.not_float8
-        return (*reads, *results, *step.params.items(), *of_op)
+        reads = (*op_plan.in_dtypes, *op_plan.sources, *op_plan.broadcasts)
+        of_op = op_plan.plan_key, op_plan.float8, op_plan.not_float8
+        return (*reads, *results, *op_plan.params.items(), *of_op)
 
     def summed(self, number: int) -> bool:
         """Whether a value may be a float32 sum over devices."""
@@ -128,7 +128,7 @@ class _PlanRules(Rules[_CastCell]):
 
     @contextlib.contextmanager
     def where(self, op: Op) -> Iterator[None]:
-        reason = self.plan.steps[op.number].not_float8
+        reason = self.plan.op_plans[op.number].not_float8
         scope = contextlib.nullcontext() if reason is None else jax.named_scope(NOT_FLOAT8 + reason)
         with super().where(op), scope:
             yield
@@ -138,24 +138,24 @@ class _PlanRules(Rules[_CastCell]):
 
         Before them stands the cell from which casts of its result may start.
         """
-        step = self.plan.steps[op.number]
-        values: list[Any] = [self._before(step, cells)]
+        op_plan = self.plan.op_plans[op.number]
+        values: list[Any] = [self._before(op_plan, cells)]
         sources = []
-        has_sources = any(step.sources)
-        for i, (atom, dtype) in enumerate(zip(op.inputs, step.in_dtypes, strict=True)):
-            broadcasts = step.broadcasts and step.broadcasts[i] and dtype != FLOAT32
+        has_sources = any(op_plan.sources)
+        for i, (atom, dtype) in enumerate(zip(op.inputs, op_plan.in_dtypes, strict=True)):
+            broadcasts = op_plan.broadcasts and op_plan.broadcasts[i] and dtype != FLOAT32
             shape = op.out_avals[0].shape if broadcasts else ()
             values.append(self.cast(atom, cells, dtype, shape))
-            if has_sources and i < len(step.sources):
-                sources.append(self.cast(atom, cells, FLOAT32) if step.sources[i] else None)
+            if has_sources and i < len(op_plan.sources):
+                sources.append(self.cast(atom, cells, FLOAT32) if op_plan.sources[i] else None)
         return values + sources
 
-    def _before(self, step: Step, cells: Cells[_CastCell]) -> _CastCell | None:
+    def _before(self, op_plan: OpPlan, cells: Cells[_CastCell]) -> _CastCell | None:
         """Returns the cell from which casts of the result may start, before a move or a cast."""
-        op, state = step.op, step.results[0] if step.results else None
+        op, state = op_plan.op, op_plan.results[0] if op_plan.results else None
         if not op.inputs or isinstance(op.inputs[0], core.Literal):
             return None
-        is_weak = state is not None and state.kind is Kind.WEAK and not state.broadcast
+        is_weak = state is not None and state.strength is Strength.WEAK and not state.broadcast
         moves = op.name == "convert_element_type" or (is_weak and op.name in REARRANGES)
         return cells[op.inputs[0]] if moves else None
 
@@ -172,20 +172,20 @@ class _PlanRules(Rules[_CastCell]):
         return cells
 
     def _run(self, op: Op, operands: list[Any]) -> list[Any]:
-        step = self.plan.steps[op.number]
-        if step.float8 is not None:
-            (lhs, rhs), params = operands, {**op.params, **step.params}
-            return [float8_product(params, lhs, rhs, *step.float8)]
-        if step.sources:
-            return [self._product(step, operands)]
-        if step.run is not None:
-            return step.run(operands)
-        return compat.bind(op.equation, operands, **step.params)
+        op_plan = self.plan.op_plans[op.number]
+        if op_plan.float8 is not None:
+            (lhs, rhs), params = operands, {**op.params, **op_plan.params}
+            return [float8_product(params, lhs, rhs, *op_plan.float8)]
+        if op_plan.sources:
+            return [self._product(op_plan, operands)]
+        if op_plan.run is not None:
+            return op_plan.run(operands)
+        return compat.bind(op.equation, operands, **op_plan.params)
 
-    def _product(self, step: Step, operands: list[Any]) -> Any:
+    def _product(self, op_plan: OpPlan, operands: list[Any]) -> Any:
         """Multiplies in 16 bits; in the 16 bits of operands or in float32, with our derivatives."""
-        op, (low, *_) = step.op, step.in_dtypes
-        count, params = len(op.inputs), {**op.params, **step.params}
+        op, (low, *_) = op_plan.op, op_plan.in_dtypes
+        count, params = len(op.inputs), {**op.params, **op_plan.params}
         multiply = functools.partial(product, op.equation.primitive, params)
         ours = functools.partial(multiply, compute=low)
         returned = params["preferred_element_type"]
@@ -196,7 +196,7 @@ class _PlanRules(Rules[_CastCell]):
             exact = [lax.convert_element_type(x, FLOAT32) for x in arrays] if widens else arrays
             return multiply(exact, ())
 
-        run = in_standard_form(plain, ours) if any(step.sources) or returned != low else plain
+        run = in_standard_form(plain, ours) if any(op_plan.sources) or returned != low else plain
         return run(operands[:count], operands[count:] or [None, None])
 
     def results(self, program: Program, cells: Cells[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxmp._float32_reduction.rules import with_float32_gradients
+from jaxmp._float32_reduction.reductions import with_float32_gradients
 from jaxmp._float32_reduction.values import FLOAT32, Origin, Value
 from jaxmp._mesh.device_sums import varying_is_tracked
 from jaxmp._mesh.fsdp import FSDP

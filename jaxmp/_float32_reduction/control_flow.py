@@ -25,7 +25,7 @@ from jaxmp._numerics.user_warnings import warn
 from jaxmp._primitives.varying import varying_as, varying_axes
 from jaxmp._program import compat
 from jaxmp._program.control_flow import call_again, scan_again
-from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.evaluate import Interpreter, evaluate
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.mesh_axes import free_sharding
 from jaxmp._program.op_classes import CHECKPOINTS, CONTROL_FLOW, JITS
@@ -35,7 +35,7 @@ from jaxmp._program.wiring import Wiring
 _OF_PARAMS: Labels = frozenset({"params"})
 _OF_DATA: Labels = frozenset({"data"})
 # Runs an operation with programs inside, which run by the same rules.
-ProgramRule = Callable[[Rules[Value], Op, list[Value]], list[Value] | None]
+ProgramRule = Callable[[Interpreter[Value], Op, list[Value]], list[Value] | None]
 
 
 def rule_of(op: Op) -> ProgramRule | None:
@@ -56,12 +56,12 @@ def rule_of(op: Op) -> ProgramRule | None:
 _JITTED: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def jit_rule(interpreter: Interpreter[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,) = compat.bodies_of(op.equation)
     options = op.params["name"], op.params["inline"]
     versions = _JITTED.setdefault(body, {})
     program = weakref.ref(body)  # the caller keeps it alive, and caches for it are freed with it
-    fresh = type(rules)  # these here remember programs
+    fresh = type(interpreter)  # these here remember programs
 
     def call(values: list[Value]) -> list[Value]:
         return evaluate(read(program()), values, fresh())
@@ -73,14 +73,14 @@ def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     return results
 
 
-def pinned_jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def pinned_jit_rule(interpreter: Interpreter[Value], op: Op, values: list[Value]) -> list[Value]:
     """Runs the program of a jit with shardings, between equivalent sharding constraints.
 
     The shardings of the `jit` itself are for its traced arguments; here some come in two arrays.
     """
     (body,) = compat.bodies_of(op.equation)
     before, after = compat.jit_shardings(op.params)
-    return _constrain_values(rules.inside(op, body, _constrain_values(values, before)), after)
+    return _constrain_values(interpreter.inside(op, body, _constrain_values(values, before)), after)
 
 
 def _constrain_values(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
@@ -94,11 +94,11 @@ def _constrain_values(values: Sequence[Value], shardings: Sequence[Any]) -> list
     ]
 
 
-def checkpoint_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def checkpoint_rule(interpreter: Interpreter[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,), params = compat.bodies_of(op.equation), op.params
 
     def function(values: Sequence[Value], _: Any = None) -> list[Value]:
-        return rules.inside(op, body, values)
+        return interpreter.inside(op, body, values)
 
     values = [_set_recomputed(value, True) for value in values]
     # The backward pass of a gradient within the function.
@@ -116,7 +116,7 @@ def _set_recomputed(value: Value, recomputed: bool) -> Value:
     return value._replace(layout=value.layout._replace(recomputed=recomputed))
 
 
-def scan_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def scan_rule(interpreter: Interpreter[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,), loop = compat.bodies_of(op.equation), op.wiring
     end = loop.carry.stop
     count, initial = len(loop.carry), values[loop.carry.start : end]
@@ -128,7 +128,7 @@ def scan_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
 
     def turn(operands: list[Any], _: Any) -> tuple[list[Any], Any]:
         arguments = [value if x is None else x for x, value in zip(operands, values, strict=True)]
-        results = rules.inside(op, body, arguments)
+        results = interpreter.inside(op, body, arguments)
 
         # The gradient of a stacked lookup would be stacked in float32, for each token.
         def without_rows(value: Value) -> Value:
@@ -203,11 +203,13 @@ def _gather_if_split(value: Value) -> Value:
     return value.in_place()
 
 
-def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def cond_rule(interpreter: Interpreter[Value], op: Op, values: list[Value]) -> list[Value]:
     index = values[0].operand()
     # In a shard_map, devices may take different branches: a branch must not sum over devices.
     arguments = [value.varying_as(index) for value in values[1:]]
-    bodies = [functools.partial(rules.inside, op, body) for body in compat.bodies_of(op.equation)]
+    bodies = [
+        functools.partial(interpreter.inside, op, body) for body in compat.bodies_of(op.equation)
+    ]
     branches = [compat.trace_trees(body, arguments) for body in bodies]
     arrays = jax.tree.leaves(arguments)
     types = [compat.type_of(x) for x in arrays]
@@ -240,12 +242,12 @@ def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     return [value._replace(origin=common.origin, summed=common.summed) for value, common in outputs]
 
 
-def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def shard_map_rule(interpreter: Interpreter[Value], op: Op, values: list[Value]) -> list[Value]:
     """Maps the program with float32 gradients: what the devices' gradients are summed in, too."""
     (body,) = compat.bodies_of(op.equation)
 
     def local(*values: Value) -> tuple[Value, ...]:
-        results = rules.inside(op, body, values)
+        results = interpreter.inside(op, body, values)
         return tuple(
             Value(x.operand(), origin=Origin.ACTIVATION)
             if x.of_params and varying_axes(x.array) != varying_axes(x.source)

@@ -32,7 +32,7 @@ from jaxmp._primitives.varying import varying_as
 from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
 from jaxmp._program.derivatives import Run, with_derivative, with_passes
-from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.evaluate import Cells, Interpreter, evaluate
 from jaxmp._program.facts import Demands, shared_programs
 from jaxmp._program.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW, IDENTITIES
 from jaxmp._program.program import Op, Program, read
@@ -59,7 +59,7 @@ def _float32_operands(op: Op, in_float32: Sequence[bool]) -> list[bool]:
     return [is_read and i == 0 and op.name in IDENTITIES for i, is_read in enumerate(candidates)]
 
 
-class _Float32Sums(Rules[Any]):
+class _Float32Sums(Interpreter[Any]):
     """Runs a backward pass; some of its results, and the sums on the way to them, in float32."""
 
     def __init__(self, demands: Demands, program: Program, in_float32: Sequence[bool]) -> None:
@@ -89,8 +89,8 @@ class _Float32Sums(Rules[Any]):
             return compat.bind(op.equation, operands)
         if op.name in CONTROL_FLOW:
             _, demands = self.demands.through(op, in_float32)
-            rules = [_Float32Sums(self.demands, *demand) for demand in demands]
-            pairs = zip(rules, compat.bodies_of(op.equation), strict=True)
+            interpreter = [_Float32Sums(self.demands, *demand) for demand in demands]
+            pairs = zip(interpreter, compat.bodies_of(op.equation), strict=True)
             makers = [functools.partial(rule.traced, op, body) for rule, body in pairs]
             return rebind(op.equation, operands, makers)
         if op.name == "convert_element_type" and is_half_or_float32(operands[0]):
@@ -117,7 +117,9 @@ def _cast_between(value: Any, aval: Any, in_float32: bool) -> Any:
     return value if value.dtype == dtype else open_cast(value, dtype)
 
 
-def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
+def own_derivative_rule(
+    interpreter: Interpreter[Value], op: Op, values: list[Value]
+) -> list[Value] | None:
     """Runs the function and its forward pass as they are, and its derivative with float32 sums."""
     # The function takes arrays as it was traced, so that the loss keeps its bits.
     alone, layout = not have_data(values), common_layout(op.equation, values)
@@ -145,7 +147,7 @@ def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> lis
                 source = x if value.of_params else None
                 origin = Origin.WEIGHT if value.of_params else Origin.ACTIVATION
                 directions.append(Value(array, source, origin=origin))
-            results = rules.inside(op, program, [*operands, *directions])
+            results = interpreter.inside(op, program, [*operands, *directions])
             return [value.operand() for value in results[len(op.outputs) :]]
 
         # A derivative is linear in the tangents, and so its own derivative. Differentiated once

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.evaluate import Interpreter, evaluate
 from jaxmp._program.mesh_axes import free_sharding
 from jaxmp._program.op_classes import CALLS, CHECKPOINTS, JITS
 from jaxmp._program.program import (
@@ -161,7 +161,7 @@ def nbytes(value: StepValue) -> int:
     return math.prod(value.aval.shape) * value.aval.dtype.itemsize
 
 
-class _InTheOpen(Rules[Any]):
+class _InTheOpen(Interpreter[Any]):
     """Runs what is inside of checkpoints, and of functions with shardings, if it has loops."""
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
@@ -208,7 +208,7 @@ def step_of(closed: core.ClosedJaxpr, kept: Iterable[tuple[int, int]]) -> WholeS
     return WholeStep(arguments, results, reader.operations, reader.loops)
 
 
-class _StepReader(Rules[StepValue]):
+class _StepReader(Interpreter[StepValue]):
     """Reads a program: a cell is the value that an operation would return."""
 
     def __init__(self, program: Program, kept: frozenset[tuple[int, int]]) -> None:
@@ -279,7 +279,7 @@ class _StepReader(Rules[StepValue]):
         def run(arrays: list[Any]) -> list[Any]:
             def runs(branch: Program) -> Callable[[dict[int, Any]], list[Any]]:
                 inputs = range(len(branch.inputs))
-                return lambda arrays: evaluate(branch, list(map(arrays.get, inputs)), Rules())
+                return lambda arrays: evaluate(branch, list(map(arrays.get, inputs)), Interpreter())
 
             places = dict(zip(reads, arrays[1:], strict=True))
             return list(lax.switch(arrays[0], list(map(runs, chosen)), places))

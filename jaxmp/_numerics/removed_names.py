@@ -1,7 +1,12 @@
-"""Says what to write in place of a public name that this version removed."""
+"""Says what to write in place of public names that this version removed or renamed."""
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
+
+from jaxmp._numerics.user_warnings import warn
+
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
 def without(module: str, instead: Mapping[str, str]) -> Callable[[str], NoReturn]:
@@ -24,3 +29,29 @@ def without(module: str, instead: Mapping[str, str]) -> Callable[[str], NoReturn
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return getattr_of_module
+
+
+def takes_old_options(**renamed: str) -> Callable[[_FunctionT], _FunctionT]:
+    """Returns a decorator for a function that takes its options by their old names, with a warning.
+
+    Args:
+      **renamed: the names now, by the old ones.
+
+    >>> takes_old_options(size="length")(lambda *, length: length)(length=3)
+    3
+    """
+
+    def decorate(function: _FunctionT) -> _FunctionT:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            for old in renamed.keys() & options.keys():
+                warn(
+                    f"{old}= is {renamed[old]}= now: the next version takes that alone",
+                    DeprecationWarning,
+                )
+                options.setdefault(renamed[old], options.pop(old))
+            return function(*args, **options)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

@@ -13,14 +13,14 @@ _BETWEEN = frozenset(
 _TEXTS: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the user's line, even if transformations of JAX are in between."""
     frame: Any = sys._getframe()
     level = 1
     # Not `skip_file_prefixes`: it is for Python 3.12 and later, and takes paths of files.
     while str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN and frame.f_back:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def warn_once(text: str, about: type, *, again: bool = False) -> None:

@@ -27,7 +27,7 @@ from jaxmp._primitives.gathering import (
 )
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.evaluate import Interpreter, evaluate
 from jaxmp._program.program import Op, Program, read
 
 # A bilinear map has three roles: two operands and the result. Its transpose with respect to an
@@ -143,11 +143,15 @@ class BilinearMap:
     def run(self, result_role: int, cells: list[Cell], dtype: Any, multiply: "_Multiply") -> Cell:
         """Runs a float32 map on other cells, with another product; scatters its result."""
         program = read(self.float32_map(result_role))
-        rules = _ProductRules(program, self.primitive, multiply, (*self.gathers, None)[result_role])
-        ((result, *scales),) = evaluate(program, cells, rules)
+        interpreter = _ProductInterpreter(
+            program, self.primitive, multiply, (*self.gathers, None)[result_role]
+        )
+        ((result, *scales),) = evaluate(program, cells, interpreter)
         # Compilers sum and scatter at once only if no operation is between: scales come last.
         result = result if scales else cast(result, dtype)
-        return scattered(result, rules.gather, is_summed_whole=not rules.is_open), *scales
+        return scattered(
+            result, interpreter.gather, is_summed_whole=not interpreter.is_open
+        ), *scales
 
     def realized(
         self, result_role: int, specs: Any, avals: tuple[tuple[Any, Any], ...], dtype: Any
@@ -247,7 +251,7 @@ _Multiply = Callable[[Op, list[Cell]], Cell]
 
 
 @dataclasses.dataclass
-class _ProductRules(Rules[Cell]):
+class _ProductInterpreter(Interpreter[Cell]):
     """Runs a float32 map with another product."""
 
     program: Program

@@ -1,10 +1,10 @@
-"""Reads programs (jaxprs), follows facts through them, and runs them again by other rules.
+"""Reads programs (jaxprs), follows facts through them, and runs them again in other ways.
 
 A `Program` flows through: operations `Op` over numbered values. Read `program`, then `evaluate`.
 
 - `program`: the form. `read` makes a `Program` of a jaxpr.
 - `wiring`: which operand of a loop, a branch or a call is which argument of the programs inside.
-- `evaluate`: the evaluator. It runs a program on cells, as a set of `Rules` says.
+- `evaluate`: the evaluator. It runs a program on cells, as an `Interpreter` says.
 - `control_flow`, `derivatives`: run an operation with programs inside again.
 - `facts`: facts about values go through a program without running it, forward and backward.
 - `op_classes`: the table of operations. A new primitive of JAX is entered in `_TABLE`

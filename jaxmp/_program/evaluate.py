@@ -1,9 +1,9 @@
-"""The evaluator: runs a program on cells, as a set of rules says.
+"""The evaluator: runs a program on cells, as an interpreter says.
 
 A cell stands for a value of the program: the array that the program computes, that array and a
-float32 one, or an array that comes later. The rules say what a cell is, and how one operation runs
-on cells. Every transformation of jaxmp is such a set of rules, and all of them run in this loop.
-docs/transformations.md writes one from scratch.
+float32 one, or an array that comes later. The interpreter says what a cell is, and how one
+operation runs on cells. Every transformation of jaxmp is such an interpreter, and all of them run
+in this loop. docs/transformations.md writes one from scratch.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ Cell = TypeVar("Cell")
 Cells = dict[int, Cell]
 
 
-class Rules(Generic[Cell]):
+class Interpreter(Generic[Cell]):
     """How operations run on cells. In this class cells are arrays, and all runs as it was traced.
 
-    Control flow runs again around its programs, which run by the same rules. So do functions with
-    derivatives of their own, and their derivatives. Rules whose cells are not arrays override both.
+    Control flow runs again around its programs, which run by the same interpreter. So do functions
+    with derivatives of their own, and their derivatives. Where cells are not arrays, override both.
 
     Attributes:
       forgets: whether a cell is dropped once nothing reads it any more, to free its memory.
-      shared: what equal parts of programs share, in rules that do not forget and whose cells are
-        trees of arrays; None if each operation runs by itself.
+      shared: what equal parts of programs share, in interpreters that do not forget and whose
+        cells are trees of arrays; None if each operation runs by itself.
     """
 
     forgets = False
@@ -85,11 +85,11 @@ class Rules(Generic[Cell]):
         return evaluate(read(body), arguments, self)
 
     def traced(self, op: Op, body: Any, avals: list[Any]) -> core.ClosedJaxpr:
-        """Traces a program inside of an operation, as these rules run it on arrays."""
+        """Traces a program inside of an operation, as this interpreter runs it on arrays."""
         return compat.trace(lambda *arrays: self.inside(op, body, arrays), avals)
 
     def with_own_derivative(self, op: Op) -> Primal:
-        """Returns a call of a function whose own derivative runs by these rules too."""
+        """Returns a call of a function whose own derivative runs by this interpreter too."""
         primal = functools.partial(self.inside, op, op.params["call_jaxpr"])
 
         def run(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
@@ -102,35 +102,41 @@ class Rules(Generic[Cell]):
         )
 
 
-def evaluate(program: Program, arguments: Sequence[Cell], rules: Rules[Cell]) -> list[Cell]:
-    """Runs a program as the rules say: from the cells of its arguments to those of its results."""
+def evaluate(
+    program: Program, arguments: Sequence[Cell], interpreter: Interpreter[Cell]
+) -> list[Cell]:
+    """Runs a program as the interpreter says: from cells of arguments to cells of results."""
     cells: Cells[Cell] = dict(zip(program.inputs, arguments, strict=True))
-    cells.update((number, rules.constant(const)) for number, const in program.consts)
+    cells.update((number, interpreter.constant(const)) for number, const in program.consts)
     # Outside of a trace, a function for each part would be compiled in each call. In a function, it
     # is not seen that JAX transposes it.
-    if rules.shared is None or not compat.is_staged() or compat.is_transposed(arguments):
-        _run_ops(program, cells, rules)
-        return rules.results(program, cells)
-    for part in divide_program(program, rules.variant, rules.shared):
+    if interpreter.shared is None or not compat.is_staged() or compat.is_transposed(arguments):
+        _run_ops(program, cells, interpreter)
+        return interpreter.results(program, cells)
+    for part in divide_program(program, interpreter.variant, interpreter.shared):
         if part.key is None:
-            _run_ops(part, cells, rules)
+            _run_ops(part, cells, interpreter)
         else:
-            _run_part(part, cells, rules, rules.shared)
-    return rules.results(program, cells)
+            _run_part(part, cells, interpreter, interpreter.shared)
+    return interpreter.results(program, cells)
 
 
-def _run_ops(part: Program | ProgramPart, cells: Cells[Cell], rules: Rules[Cell]) -> None:
-    last = last_reads(part) if rules.forgets else [()] * len(part.ops)
+def _run_ops(
+    part: Program | ProgramPart, cells: Cells[Cell], interpreter: Interpreter[Cell]
+) -> None:
+    last = last_reads(part) if interpreter.forgets else [()] * len(part.ops)
     for op, unread in zip(part.ops, last, strict=True):
-        with rules.where(op):
-            results = rules.operation(op, rules.operands(op, cells))
+        with interpreter.where(op):
+            results = interpreter.operation(op, interpreter.operands(op, cells))
         cells.update(zip(op.outputs, results, strict=True))
         for number in unread:
             del cells[number]
 
 
-def _run_part(part: ProgramPart, cells: Cells[Cell], rules: Rules[Cell], shared: PartCache) -> None:
-    function = shared.once(part.key, part, lambda: _function_of(part, rules))
+def _run_part(
+    part: ProgramPart, cells: Cells[Cell], interpreter: Interpreter[Cell], shared: PartCache
+) -> None:
+    function = shared.once(part.key, part, lambda: _function_of(part, interpreter))
     first = part.ops[0]
     with compat.where(first.equation, first.stack[: part.depth], first.traceback):
         results, changed = function([cells[number] for number in part.inputs])
@@ -138,7 +144,7 @@ def _run_part(part: ProgramPart, cells: Cells[Cell], rules: Rules[Cell], shared:
     cells.update((part.inputs[i], cell) for i, cell in changed.items())
 
 
-def _function_of(part: ProgramPart, rules: Rules[Cell]) -> Callable[[list[Cell]], Any]:
+def _function_of(part: ProgramPart, interpreter: Interpreter[Cell]) -> Callable[[list[Cell]], Any]:
     """Returns the jitted function of a part.
 
     It returns the cells of its results, and by their places those that it read and changed, such as
@@ -149,7 +155,7 @@ def _function_of(part: ProgramPart, rules: Rules[Cell]) -> Callable[[list[Cell]]
     def run(given: list[Cell]) -> tuple[list[Cell], dict[int, Cell]]:
         before: list[Any] = list(map(jax.tree.structure, given))
         cells = dict(zip(part.inputs, given, strict=True))
-        _run_ops(part._replace(ops=inner), cells, rules)
+        _run_ops(part._replace(ops=inner), cells, interpreter)
         after = (cells[number] for number in part.inputs)
         pairs = enumerate(zip(after, before, strict=True))
         changed = {i: cell for i, (cell, tree) in pairs if jax.tree.structure(cell) != tree}

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.evaluate import Cells, Interpreter, evaluate
 from jaxmp._program.facts import Labels, made_of
 from jaxmp._program.mesh_axes import (
     ANY,
@@ -46,10 +46,10 @@ class DeferredReshard(NamedTuple):
 
 def run_on_auto_axes(closed: core.ClosedJaxpr, *arrays: Any) -> list[Any]:
     """Runs a program that was traced on explicit axes on automatic ones."""
-    return evaluate(read(closed), arrays, _AutoAxesRules())
+    return evaluate(read(closed), arrays, _AutoAxesInterpreter())
 
 
-class _AutoAxesRules(Rules[Any]):
+class _AutoAxesInterpreter(Interpreter[Any]):
     """Runs operations that were traced on explicit axes on automatic ones."""
 
     def constant(self, value: Any) -> Any:

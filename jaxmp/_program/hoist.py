@@ -15,7 +15,7 @@ from jax.extend import core
 
 from jaxmp._program import compat
 from jaxmp._program.control_flow import bodies_to_extend, call_again, scan_again
-from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.evaluate import Interpreter, evaluate
 from jaxmp._program.op_classes import HOISTED, PLAIN_MOVES
 from jaxmp._program.program import Op, read
 from jaxmp._program.wiring import Wiring, loop_of
@@ -48,13 +48,13 @@ def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results = evaluate(read(closed), jax.tree.leaves(args), _HoistRules())
+        results = evaluate(read(closed), jax.tree.leaves(args), _HoistInterpreter())
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return call
 
 
-class _HoistRules(Rules[Any]):
+class _HoistInterpreter(Interpreter[Any]):
     """Runs a program, and the invariants of each of its scans before the scan."""
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
@@ -72,7 +72,7 @@ def _count_hoistable(equations: Sequence[core.JaxprEqn]) -> int:
     return sum(eqn.primitive.name in HOISTED for eqn in equations) + inside
 
 
-class _InvariantRules(Rules[Any]):
+class _InvariantInterpreter(Interpreter[Any]):
     """Computes the invariants of a program. Values that vary from turn to turn are None."""
 
     def __init__(self) -> None:
@@ -103,9 +103,9 @@ class _InvariantRules(Rules[Any]):
 
 def _evaluate_invariants(body: Any, arguments: Sequence[Any]) -> Invariants:
     """Computes the invariants of a program, from those of its arguments that are not None."""
-    rules = _InvariantRules()
-    evaluate(read(body), arguments, rules)
-    return rules.invariants
+    interpreter = _InvariantInterpreter()
+    evaluate(read(body), arguments, interpreter)
+    return interpreter.invariants
 
 
 def _evaluate_in_scan(equation: core.JaxprEqn, loop: Wiring, operands: Sequence[Any]) -> Invariants:
@@ -129,7 +129,7 @@ def _evaluate_in_scan(equation: core.JaxprEqn, loop: Wiring, operands: Sequence[
     return invariants | {i: Invariant(x, (True, *stacked[i])) for i, x in arrays_of_turns.items()}
 
 
-class _RerunRules(Rules[Any]):
+class _RerunInterpreter(Interpreter[Any]):
     """Runs a program whose invariants are there already."""
 
     def __init__(self, invariants: Invariants) -> None:
@@ -157,7 +157,7 @@ def _rerun_call(
 
     def function(operands: Sequence[Any], arrays: dict[int, list[Any]]) -> list[Any]:
         inside = {i: x._replace(arrays=arrays[i]) for i, x in invariants.items()}
-        return evaluate(read(body), operands, _RerunRules(inside))
+        return evaluate(read(body), operands, _RerunInterpreter(inside))
 
     arrays = {i: x.arrays for i, x in invariants.items()}
     return list(call_again(equation, operands, arrays, function))
@@ -174,6 +174,6 @@ def _rerun_scan(
         inside = {
             i: Invariant(slices.get(i, x.arrays), x.stacked[1:]) for i, x in invariants.items()
         }
-        return evaluate(read(body), arguments, _RerunRules(inside)), ()
+        return evaluate(read(body), arguments, _RerunInterpreter(inside)), ()
 
     return scan_again(equation, operands, turn, stacks)[0]

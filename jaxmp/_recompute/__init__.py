@@ -5,7 +5,7 @@ softmax or a gelu is cheap, and is computed again from stored values.
 
 A `Program` (`_program/program.py`) flows through: `storage.py` decides which of its values are
 stored; `pieces.py` divides the operations between them into pieces; `run.py` runs each piece in a
-`jax.checkpoint`. With `kept=` the checkpoint is at the codes of stored values (`codes.py`), and
+`jax.checkpoint`. With `codes=` the checkpoint is at the codes of stored values (`codes.py`), and
 with a number for a mode some products count as cheap (`budget.py`).
 
 Read `storage.py` first. A primitive that is not cheap is listed in `_COSTS` of

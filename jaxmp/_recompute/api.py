@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax  # noqa: F401 (for the doctest)
 import jax.numpy as jnp  # noqa: F401 (for the doctest)
 
+from jaxmp._numerics.removed_names import takes_old_options
 from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._program.op_classes import COSTS
 from jaxmp._program.program import equations_in
@@ -23,12 +24,13 @@ Mode = Literal["auto", "always", "loops", "never"]
 Recompute = Mode | float | Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+@takes_old_options(dear="save", kept="codes")
 def recompute(
     fun: Callable[..., Any],
     mode: Mode | float = "auto",
     *,
-    dear: Iterable[str] = (),
-    kept: Kept | None = None,
+    save: Iterable[str] = (),
+    codes: Kept | None = None,
 ) -> Callable[..., Any]:
     """Returns the function, keeping less for its backward pass; it computes no product twice.
 
@@ -42,7 +44,7 @@ def recompute(
 
     It works inside `jit`, `scan`, `cond` and `shard_map`, for functions made by other
     transformations, and for any dtype. A `jax.checkpoint` in the function stays as it is;
-    with `kept`, one of a whole block reads its operands as codes.
+    with `codes`, one of a whole block reads its operands as codes.
 
     Args:
       fun: a function of pytrees that `jax.make_jaxpr` can trace.
@@ -53,10 +55,10 @@ def recompute(
         the function. A number is the largest share of what JAX would keep: if the above is not
         enough, products run again, those with the fewest operations for each kept byte first.
         This traces the function several times.
-      dear: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
+      save: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
-      kept: `"int8"` or `"float8_e4m3fn"` keeps floats of 16 or 32 bits as codes of one byte, with
+      codes: `"int8"` or `"float8_e4m3fn"` keeps floats of 16 or 32 bits as codes of one byte, with
         scales for each row. The forward pass stays as it is; the derivative reads rounded values:
         gradients get a small error, which averages out over a batch. Take float8 for functions
         steep at zero, as the `log` of a spectrum. Small arrays, integers and arguments keep their
@@ -67,9 +69,9 @@ def recompute(
       each signature, unless it closes over arrays; arguments that are not arrays are static.
 
     Raises:
-      TypeError: if `fun` is not callable, or `dear` holds anything but names.
+      TypeError: if `fun` is not callable, or `save` holds anything but names.
       ValueError: for an unknown mode, a share that is not in (0, 1], or an unknown dtype of codes.
-      NotImplementedError: under a second derivative, if `kept` is set.
+      NotImplementedError: under a second derivative, if `codes` is set.
 
     >>> def loss(w, x):
     ...     return jnp.sum(jnp.tanh(x @ w) @ w)
@@ -79,41 +81,41 @@ def recompute(
     """
     if not callable(fun):
         raise TypeError(f"fun must be a function, got {type(fun).__name__}")
-    if isinstance(dear, str):
-        raise TypeError(f"dear must be a list of names, got a string. Write dear=[{dear!r}]")
-    if not isinstance(dear, Iterable):
-        raise TypeError(f"dear must be a list of names such as 'tanh', got {type(dear).__name__}")
-    names = list(dear)
+    if isinstance(save, str):
+        raise TypeError(f"save must be a list of names, got a string. Write save=[{save!r}]")
+    if not isinstance(save, Iterable):
+        raise TypeError(f"save must be a list of names such as 'tanh', got {type(save).__name__}")
+    names = list(save)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
-                "dear must list names of primitives such as 'tanh', or of jitted functions such as "
+                "save must list names of primitives such as 'tanh', or of jitted functions such as "
                 f"'silu', got {name!r}"
             )
-    if kept is not None:
-        check_option("kept", kept, Kept)
+    if codes is not None:
+        check_option("codes", codes, Kept)
     check_recompute(mode)
     if mode == "never":
-        if kept is not None:
-            raise ValueError(f"kept={kept!r} needs mode 'auto', 'always' or 'loops', got 'never'")
+        if codes is not None:
+            raise ValueError(f"codes={codes!r} needs mode 'auto', 'always' or 'loops', got 'never'")
         return fun
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         closed = traced.closed
-        settings = Settings(mode == "always", mode == "loops", frozenset(names), kept)
+        settings = Settings(mode == "always", mode == "loops", frozenset(names), codes)
         if not isinstance(mode, str):
             settings = within_budget(mode, settings, closed, arrays)
         # One list may serve several programs: names of primitives need not occur in this one.
         names_here = map(names_of, equations_in([closed])) if names else ()
-        for name in sorted(settings.dear.difference(COSTS, *names_here)):
+        for name in sorted(settings.save.difference(COSTS, *names_here)):
             warn(
-                f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "
+                f"{name!r} is in save, but is neither a primitive nor a function with jax.jit or "
                 "jax.custom_jvp that this function calls"
             )
         results = run_in_pieces(settings, closed, arrays)
-        if kept is not None and not settings.types_in_codes:
+        if codes is not None and not settings.types_in_codes:
             warn(
-                f"kept={kept!r} keeps nothing in codes here: no array of 4,096 floats or more is "
+                f"codes={codes!r} keeps nothing in codes here: no array of 4,096 floats or more is "
                 "kept. Put recompute around vmap and scan, and not inside"
             )
         return results

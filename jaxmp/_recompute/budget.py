@@ -64,7 +64,7 @@ def within_budget(share: float, settings: Settings, closed: Any, arrays: Sequenc
         )
         return settings
     least = min(sizes, key=lambda most: sizes[most])
-    advice = "" if settings.kept else ", and so does kept='int8' of jaxmp.recompute"
+    advice = "" if settings.codes else ", and so does codes='int8' of jaxmp.recompute"
     warn(
         f"recompute={share} cannot be reached: this function needs {sizes[least] / jax_size:.3g} "
         f"of what JAX keeps. A jax.checkpoint around each block keeps less{advice}"

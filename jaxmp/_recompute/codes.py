@@ -203,6 +203,6 @@ def _differentiable_once(units: Float32[Array, "..."]) -> Float32[Array, "..."]:
 @_differentiable_once.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "the derivative of this function reads 8-bit codes (kept= of jaxmp.recompute), which "
-        "have no derivative. Leave kept= out for a second derivative"
+        "the derivative of this function reads 8-bit codes (codes= of jaxmp.recompute), which "
+        "have no derivative. Leave codes= out for a second derivative"
     )

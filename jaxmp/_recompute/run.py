@@ -1,6 +1,6 @@
 """Runs a program again, with each piece in a checkpoint that keeps the planned values.
 
-With `kept=`, the derivative of a piece reads the codes of some values, in place of the values.
+With `codes=`, the derivative of a piece reads the codes of some values, in place of the values.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.extend import core
 from jaxmp._numerics.dtypes import is_half, is_inexact, nbytes_of
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.evaluate import Cells, Interpreter, evaluate
 from jaxmp._program.facts import Question, propagate, shared_programs
 from jaxmp._program.op_classes import (
     CHECKPOINTS,
@@ -46,8 +46,8 @@ class Settings:
     Attributes:
       barriers: whether the compiler may not merge values that are computed twice.
       only_loops: whether operations outside of scans stay as they are.
-      dear: names of primitives and jitted functions that are never computed again.
-      kept: the dtype of the codes that the backward pass reads in place of values; None for no
+      save: names of primitives and jitted functions that are never computed again.
+      codes: the dtype of the codes that the backward pass reads in place of values; None for no
         codes.
       shared: what equal parts share: the pieces and jaxprs made so far.
       again: the highest price of a product that runs again; None for no product.
@@ -57,8 +57,8 @@ class Settings:
 
     barriers: bool
     only_loops: bool
-    dear: frozenset[str]
-    kept: Kept | None
+    save: frozenset[str]
+    codes: Kept | None
     shared: PartCache = dataclasses.field(default_factory=PartCache)
     again: Price | None = None
     types_in_codes: list[Any] = dataclasses.field(default_factory=list)
@@ -102,21 +102,21 @@ def run_in_pieces(
     if settings.only_loops:
         return evaluate(read(closed), arguments, _Operations(settings))
     program = without_dead_code(
-        read(closed, lambda x: plain_call(x) if _is_open(x, settings.dear) else None)
+        read(closed, lambda x: plain_call(x) if _is_open(x, settings.save) else None)
     )
-    views, in_codes = not settings.barriers, settings.kept is not None
-    storage, pieces = divide(program, settings.dear, settings.again, views=views, in_codes=in_codes)
+    views, in_codes = not settings.barriers, settings.codes is not None
+    storage, pieces = divide(program, settings.save, settings.again, views=views, in_codes=in_codes)
     settings.bytes_again.extend(_bytes_again(piece, program, storage) for piece in pieces)
     ops = tuple(_piece_op(piece, program, storage) for piece in pieces)
     coded = _coded_values(program, storage, ops, carry) if in_codes else frozenset[int]()
     settings.types_in_codes.extend(program.avals[number] for number in coded)
-    rules = _Pieces(settings, coded, settings.shared)
+    interpreter = _Pieces(settings, coded, settings.shared)
     readers = {number: op for op in reversed(ops) for number in op.inputs}
     cells = [
-        rules.cell(number, x, readers.get(number))
+        interpreter.cell(number, x, readers.get(number))
         for number, x in zip(program.inputs, arguments, strict=True)
     ]
-    return [cell.value for cell in evaluate(program._replace(ops=ops), cells, rules)]
+    return [cell.value for cell in evaluate(program._replace(ops=ops), cells, interpreter)]
 
 
 def _coded_values(
@@ -191,7 +191,7 @@ class _Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pieces(Rules[_Cell]):
+class _Pieces(Interpreter[_Cell]):
     """Runs the pieces of a program; `coded` are the values that derivatives read as codes."""
 
     settings: Settings
@@ -203,10 +203,10 @@ class _Pieces(Rules[_Cell]):
 
     def cell(self, number: int, value: Any, op: Op | None) -> _Cell:
         """Returns the cell of a new value; `op` makes it, or is the first that reads it."""
-        if op is None or self.settings.kept is None or number not in self.coded:
+        if op is None or self.settings.codes is None or number not in self.coded:
             return _Cell(value)
         with super().where(op):
-            return _Cell(value, encode_rows(value, self.settings.kept))
+            return _Cell(value, encode_rows(value, self.settings.codes))
 
     def variant(self, op: Any) -> Hashable:
         ops, inputs, outputs = op.program.ops, op.program.inputs, op.program.outputs
@@ -270,7 +270,7 @@ def _reached(program: Program, moving: Sequence[bool]) -> list[bool]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operations(Rules[Any]):
+class _Operations(Interpreter[Any]):
     """Runs the operations of a piece, and the programs inside of them in pieces.
 
     Attributes:
@@ -291,7 +291,7 @@ class _Operations(Rules[Any]):
         ]
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
-        is_entered = _is_entered(op.equation) and _is_open(op.equation, self.settings.dear)
+        is_entered = _is_entered(op.equation) and _is_open(op.equation, self.settings.save)
         if is_entered and not (self.settings.only_loops and not _holds_scan(op.equation)):
             if op.name in JITS:
                 # The pieces inside store arguments for the backward pass: none may be donated.

@@ -67,7 +67,7 @@ def expanded_state(state: PyTree) -> PyTree:
     """
 
     def expand(x: Any) -> Any:
-        return _expanded(x, tuple(_kinds(x))) if is_compact(x) else x
+        return _expanded(x, tuple(stored_dtypes(x))) if is_compact(x) else x
 
     return jax.tree.map(expand, state, is_leaf=is_compact)
 
@@ -118,7 +118,7 @@ def store_next(
 
 def _store_like(state: Any, expanded: PyTree, after: Sequence[Array] = ()) -> Any:
     coded = isinstance(state, CodedState)
-    return store_state(expanded, tuple(_kinds(state)), coded, state.step, after)
+    return store_state(expanded, tuple(stored_dtypes(state)), coded, state.step, after)
 
 
 # Outside of `jit`, this and `_expanded` are one compiled call each, not one for each operation.
@@ -174,7 +174,7 @@ def _wait_on_tpus(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int
     )
 
 
-def _kinds(state: RoundedState | CodedState) -> list[str]:
+def stored_dtypes(state: RoundedState | CodedState) -> list[str]:
     """Returns the dtypes in which the leaves of a state are stored."""
     leaves = jax.tree.leaves(state[0])
     kinds = ["bfloat16" if jnp.result_type(x) == jnp.bfloat16 else "" for x in leaves]

@@ -174,7 +174,7 @@ def warn_of_coded_params(
 def _storage_of(x: Any, coded: bool, min_size: int) -> str:
     """Returns the dtype in which a leaf is stored; an empty text if it does not change.
 
-    `init` decides this once. Later steps read it from the state (`_kinds`).
+    `init` decides this once. Later steps read it from the state (`stored_dtypes`).
     """
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:

@@ -102,7 +102,7 @@ def make_train_step(
         `jaxmp.recompute`. By default cheap ones inside of `scan`, as over layers; `"never"` keeps
         all of them, `"auto"` and `"always"` look outside of loops, too, and `0.2` is a share of
         what JAX would keep. Or a function that wraps the loss, such as
-        `functools.partial(jaxmp.recompute, mode="loops", kept="int8")`.
+        `functools.partial(jaxmp.recompute, mode="loops", codes="int8")`.
       gradients: `"released"` updates each layer of a scan where its gradient is made, and keeps no
         gradients; see `jaxmp.release_gradients`.
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxmp
 from jaxmp._tools.inspect.api import AuditError, audit
-from jaxmp._tools.inspect.branches import Choice, Part, least_share, most
+from jaxmp._tools.inspect.branches import BranchPart, Choice, least_share, most
 from tests.support.audit_lines import line_of
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -227,11 +227,11 @@ def test_residuals_of_every_branch_have_their_line() -> None:
 # --- adding up what excludes each other ---------------------------------------------------------
 
 
-def random_parts(rng: random.Random, path: tuple[Choice, ...], ids: Any) -> list[Part]:
+def random_parts(rng: random.Random, path: tuple[Choice, ...], ids: Any) -> list[BranchPart]:
     parts = []
     for _ in range(rng.randint(0, 2)):
         total = rng.randint(1, 9)
-        parts.append(Part(path, rng.choice([0, total]), total))
+        parts.append(BranchPart(path, rng.choice([0, total]), total))
     if len(path) < 2:
         for _ in range(rng.randint(0, 2)):
             number, of = next(ids), rng.randint(2, 3)

@@ -27,9 +27,13 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 PARTS = "_program/parts.py"
-OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
+OPERATIONS, CONTROL, FLOW = (
+    "_autocast/planners.py",
+    "_autocast/control_flow.py",
+    "_autocast/plan.py",
+)
 READING, RUN = "_autocast/reading.py", "_autocast/run.py"
-LEFT, STEPS = "_autocast/coverage.py", "_autocast/steps.py"
+LEFT, STEPS = "_autocast/coverage.py", "_autocast/op_plans.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
@@ -37,7 +41,7 @@ PIECES = "_recompute/run.py"
 DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/custom_derivatives.py"
 HI = "_program/hi_primitives.py"
-REDUCTION, FREED = "_float32_reduction/rules.py", "_program/explicit_axes.py"
+REDUCTION, FREED = "_float32_reduction/reductions.py", "_program/explicit_axes.py"
 OPEN = "_float32_reduction/open_sums.py"
 
 LOCK = "_tools/inspect/lock.py"

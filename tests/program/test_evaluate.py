@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.evaluate import Cells, Interpreter, evaluate
 from jaxmp._program.program import Op, read
 from jaxmp._program.wiring import argument_types, loop_of, wiring_of
 from tests.support.dots import equations
@@ -85,16 +85,16 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 DIFFERENTIABLE = [name for name in PROGRAMS if name not in ("while", "all in all")]
 
 
-def run_by(rules: Rules[Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+def run_by(interpreter: Interpreter[Any], fun: Callable[..., Any]) -> Callable[..., Any]:
     def transformed(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results = evaluate(read(closed), jax.tree.leaves(args), rules)
+        results = evaluate(read(closed), jax.tree.leaves(args), interpreter)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return transformed
 
 
-class Sines(Rules[Any]):
+class Sines(Interpreter[Any]):
     """Puts a sine in place of each tanh."""
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
@@ -113,8 +113,8 @@ def text(fun: Callable[..., Any]) -> str:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rules_that_change_nothing_leave_the_program(name: str) -> None:
     fun = PROGRAMS[name]
-    assert text(run_by(Rules(), fun)) == text(fun)
-    np.testing.assert_array_equal(run_by(Rules(), fun)(X, W), fun(X, W))
+    assert text(run_by(Interpreter(), fun)) == text(fun)
+    np.testing.assert_array_equal(run_by(Interpreter(), fun)(X, W), fun(X, W))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -123,7 +123,7 @@ def test_and_its_gradient(name: str) -> None:
         return jax.jit(jax.grad(lambda w: fun(X, w).sum()))(W)
 
     fun = PROGRAMS[name]
-    np.testing.assert_array_equal(gradient(run_by(Rules(), fun)), gradient(fun))
+    np.testing.assert_array_equal(gradient(run_by(Interpreter(), fun)), gradient(fun))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -146,7 +146,7 @@ def test_rules_reach_derivatives(name: str) -> None:
 def test_cells_may_be_anything() -> None:
     """Intervals, with a rule for each operation: how a result may vary with its argument."""
 
-    class Intervals(Rules[tuple[float, float]]):
+    class Intervals(Interpreter[tuple[float, float]]):
         def constant(self, value: Any) -> tuple[float, float]:
             return float(value), float(value)
 

@@ -249,7 +249,7 @@ def test_a_pick_that_is_named_as_dear_is_kept() -> None:
         return jnp.sum(jnp.sin(jnp.take_along_axis(logits, labels[:, None], -1))) + jnp.sum(logits)
 
     args = weights(16, 64), rows(4, 16), np.arange(4)
-    cheap, dear = jaxmp.recompute(loss), jaxmp.recompute(loss, dear=["gather"])
+    cheap, dear = jaxmp.recompute(loss), jaxmp.recompute(loss, save=["gather"])
     assert kept_bytes(cheap, *args) < kept_bytes(dear, *args)
     assert error(*(compiled(jax.grad(f))(*args) for f in (cheap, loss))) < 1e-6
 
@@ -416,9 +416,9 @@ def test_loops_keep_no_copy_of_what_they_are_given() -> None:
 
 def test_a_name_that_means_nothing_is_warned_of() -> None:
     with pytest.warns(
-        UserWarning, match="'than' is in dear, but is neither a primitive nor a function with"
+        UserWarning, match="'than' is in save, but is neither a primitive nor a function with"
     ):
-        jaxmp.recompute(mlp, dear=["than", "tanh"])(X, W, V)
+        jaxmp.recompute(mlp, save=["than", "tanh"])(X, W, V)
 
 
 def test_a_policy_around_it_holds() -> None:
@@ -549,8 +549,8 @@ def test_names_that_can_be_dear() -> None:
 
     least = kept_bytes(jaxmp.recompute(fun), X, W)
     for name in ("silu", "jax.nn.silu", "mish", "relu", "tanh"):
-        assert kept_bytes(jaxmp.recompute(fun, dear=[name]), X, W) > least, name
-    assert kept_bytes(jaxmp.recompute(fun, dear=["sin"]), X, W) == least  # in a user's checkpoint
+        assert kept_bytes(jaxmp.recompute(fun, save=[name]), X, W) > least, name
+    assert kept_bytes(jaxmp.recompute(fun, save=["sin"]), X, W) == least  # in a user's checkpoint
 
 
 def test_never_is_the_function_itself() -> None:
@@ -593,9 +593,9 @@ def test_in_float16_forward_is_the_same_to_the_bit() -> None:
             ValueError,
             "recompute must be 'auto', 'always', 'loops' or 'never', got 'sometimes'",
         ),
-        (lambda: jaxmp.recompute(mlp, dear="tanh"), TypeError, r"Write dear=\['tanh'\]"),
-        (lambda: jaxmp.recompute(mlp, dear=[jnp.tanh]), TypeError, "dear must list names"),
-        (lambda: jaxmp.recompute(mlp, dear=None), TypeError, "names such as 'tanh', got NoneType"),
+        (lambda: jaxmp.recompute(mlp, save="tanh"), TypeError, r"Write save=\['tanh'\]"),
+        (lambda: jaxmp.recompute(mlp, save=[jnp.tanh]), TypeError, "save must list names"),
+        (lambda: jaxmp.recompute(mlp, save=None), TypeError, "names such as 'tanh', got NoneType"),
     ],
 )
 def test_errors(make: Any, error_type: type[Exception], text: str) -> None:
@@ -741,3 +741,9 @@ def test_sums_and_gathers_over_devices_are_the_same(author: str) -> None:
     assert plain[0] == lean[0]
     assert plain[0]["all-gather", "bfloat16"]
     assert lean[1] < 0.8 * plain[1]
+
+
+def test_options_by_their_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match="dear= is save= now: the next version takes that"):
+        old = jaxmp.recompute(mlp, dear=["tanh"])  # type: ignore[call-arg]
+    assert kept_bytes(old, X, W, V) == kept_bytes(jaxmp.recompute(mlp, save=["tanh"]), X, W, V)

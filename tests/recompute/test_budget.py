@@ -85,7 +85,7 @@ def test_a_share_goes_with_codes_and_with_train_steps() -> None:
     """Codes come first: with them fewer products run again."""
     model, share = layers(True), 0.15
     counts = [
-        dear_operations(jaxmp.recompute(model, share, kept=kept_as), X, WEIGHTS)["dot_general"]
+        dear_operations(jaxmp.recompute(model, share, codes=kept_as), X, WEIGHTS)["dot_general"]
         for kept_as in (None, "int8")
     ]
     assert counts[1] < counts[0]

@@ -1,4 +1,4 @@
-"""`kept=`: the backward pass reads one byte for each number; the forward pass does not change."""
+"""`codes=`: the backward pass reads one byte for each number; the forward pass does not change."""
 
 import functools
 from typing import Any
@@ -87,7 +87,7 @@ PROGRAMS = {
 def test_values_stay_to_the_bit_and_gradients_nearly(name: str, dtype: Any) -> None:
     fun, *args = PROGRAMS[name]
     args = [np.asarray(x).astype(dtype) for x in args]
-    plain, coded = jaxmp.recompute(fun), jaxmp.recompute(fun, kept="int8")
+    plain, coded = jaxmp.recompute(fun), jaxmp.recompute(fun, codes="int8")
     options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
     got, want = (jax.jit(f, compiler_options=options)(*args) for f in (coded, plain))
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
@@ -103,18 +103,18 @@ def test_values_stay_to_the_bit_and_gradients_nearly(name: str, dtype: Any) -> N
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "branches"])
 def test_floats_are_kept_in_one_byte(name: str, kept_as: Kept) -> None:
     fun, *args = PROGRAMS[name]
-    coded = in_bytes(jaxmp.recompute(fun, kept=kept_as), *args)
+    coded = in_bytes(jaxmp.recompute(fun, codes=kept_as), *args)
     assert coded.get(kept_as, 0) > 0
     plain = kept_bytes(jaxmp.recompute(fun), *args)
-    assert kept_bytes(jaxmp.recompute(fun, kept=kept_as), *args) < 0.5 * plain
+    assert kept_bytes(jaxmp.recompute(fun, codes=kept_as), *args) < 0.5 * plain
 
 
 def test_a_value_has_codes_once() -> None:
     """The stream is read by three blocks and the last norm; its codes are made where it is made."""
-    program = jax.make_jaxpr(gradient(jaxmp.recompute(stream, kept="int8")))(X, W, V)
+    program = jax.make_jaxpr(gradient(jaxmp.recompute(stream, codes="int8")))(X, W, V)
     casts = [e for e in equations(program) if e.primitive.name == "convert_element_type"]
     encoded = [e for e in casts if e.outvars[0].aval.dtype == jnp.int8]
-    residuals = kept(jaxmp.recompute(stream, kept="int8"), X, W, V)
+    residuals = kept(jaxmp.recompute(stream, codes="int8"), X, W, V)
     assert len(encoded) == len([x for x in residuals if x.dtype == "int8"]) > 0
 
 
@@ -125,19 +125,19 @@ def test_arguments_masks_and_small_values_keep_their_bits() -> None:
         return (hidden * jax.nn.one_hot(labels, 256)).sum() + small.sum()
 
     args = X, W, np.zeros(256, np.float32), np.arange(64)
-    residuals = kept(jaxmp.recompute(loss, kept="int8"), *args)
+    residuals = kept(jaxmp.recompute(loss, codes="int8"), *args)
     assert {x.dtype.name for x in residuals if x.shape == (4, 256)} == {"float32"}
-    by_w = jax.eval_shape(jax.grad(jaxmp.recompute(loss, kept="int8"), 1), *args)
+    by_w = jax.eval_shape(jax.grad(jaxmp.recompute(loss, codes="int8"), 1), *args)
     assert by_w.dtype == jnp.float32
 
 
 def test_a_function_without_codes_warns() -> None:
     """Such as one of a single example, of which `vmap` makes many."""
     with pytest.warns(UserWarning, match=r"keeps nothing in codes here.*around vmap and scan"):
-        exact = jax.grad(jaxmp.recompute(lambda x, w: jnp.sin(x).sum() * w, kept="int8"))(X, 2.0)
+        exact = jax.grad(jaxmp.recompute(lambda x, w: jnp.sin(x).sum() * w, codes="int8"))(X, 2.0)
     np.testing.assert_array_equal(exact, jax.grad(lambda x, w: jnp.sin(x).sum() * w)(X, 2.0))
-    with pytest.raises(ValueError, match="kept='int8' needs mode 'auto', 'always' or 'loops'"):
-        jaxmp.recompute(mlp, "never", kept="int8")
+    with pytest.raises(ValueError, match="codes='int8' needs mode 'auto', 'always' or 'loops'"):
+        jaxmp.recompute(mlp, "never", codes="int8")
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
@@ -249,7 +249,7 @@ def test_what_is_not_finite_reaches_the_gradient(
 
     w = np.array(W)
     w[0, 0] = bad
-    gradients = [compiled(jax.grad(jaxmp.recompute(loss, kept=k), 1)) for k in (None, kept_as)]
+    gradients = [compiled(jax.grad(jaxmp.recompute(loss, codes=k), 1)) for k in (None, kept_as)]
     finite = [np.isfinite(by_v(w, V)).all() for by_v in gradients]
     assert finite[0] == finite[1]
 
@@ -269,7 +269,7 @@ def test_an_infinite_start_of_a_running_maximum_leaves_gradients_finite(kept_as:
         (most, total), _ = lax.scan(turn, start, STACKS[1])
         return (most + jnp.log(total))[:, :40].sum()
 
-    coded, exact = (jax.jit(jax.grad(f)) for f in (jaxmp.recompute(loss, kept=kept_as), loss))
+    coded, exact = (jax.jit(jax.grad(f)) for f in (jaxmp.recompute(loss, codes=kept_as), loss))
     for mask in (-jnp.inf, -1e30, -1e9, -1e4):
         assert error(coded(W, mask), exact(W, mask)) < (0.03 if kept_as == "int8" else 0.08)
 
@@ -280,7 +280,7 @@ def test_a_step_whose_residuals_overflow_is_skipped() -> None:
 
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
     state = jaxmp.TrainState.create(params={"w": W, "v": V}, tx=tx)
-    step = jaxmp.make_train_step(loss, recompute=lambda f: jaxmp.recompute(f, kept="int8"))
+    step = jaxmp.make_train_step(loss, recompute=lambda f: jaxmp.recompute(f, codes="int8"))
     x = np.array(X)
     x[0, 0] = np.inf
     after, _ = step(state, x)
@@ -300,7 +300,7 @@ def test_the_error_averages_out(name: str) -> None:
         return by_batch.mean(0), by_batch[0]
 
     (mean, one), (exact_mean, exact_one) = (
-        jax.jit(lambda f=f: mean_gradient(f))() for f in (jaxmp.recompute(fun, kept="int8"), fun)
+        jax.jit(lambda f=f: mean_gradient(f))() for f in (jaxmp.recompute(fun, codes="int8"), fun)
     )
     assert jnp.linalg.norm(mean - exact_mean) < 0.4 * jnp.linalg.norm(one - exact_one)
 
@@ -308,9 +308,9 @@ def test_the_error_averages_out(name: str) -> None:
 def test_four_bits_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The positive control of all tests above that compare gradients."""
     want = compiled(jax.grad(scalar(stream), 1))(X, W, V)
-    eight = compiled(jax.grad(scalar(jaxmp.recompute(stream, kept="int8")), 1))(X, W, V)
+    eight = compiled(jax.grad(scalar(jaxmp.recompute(stream, codes="int8")), 1))(X, W, V)
     monkeypatch.setitem(codes_module._LARGEST, "int8", 7.0)
-    four = compiled(jax.grad(scalar(jaxmp.recompute(stream, kept="int8")), 1))(X, W, V)
+    four = compiled(jax.grad(scalar(jaxmp.recompute(stream, codes="int8")), 1))(X, W, V)
     assert error(eight, want) < 0.01 < 0.05 < error(four, want)
 
 
@@ -326,7 +326,7 @@ def layer(x: Any, w: Any) -> Any:
     return jnp.tanh(jnp.tanh(x @ w) @ w.T)
 
 
-CODED = functools.partial(jaxmp.recompute, kept="int8")
+CODED = functools.partial(jaxmp.recompute, codes="int8")
 SECOND_DERIVATIVES = {
     "grad of grad": of_gradient(CODED(layer)),
     "of a jitted gradient": of_gradient(jax.jit(CODED(layer))),
@@ -344,7 +344,7 @@ def test_second_derivatives_are_refused(name: str, is_forward: bool) -> None:
         return SECOND_DERIVATIVES[name](w).sum()
 
     with pytest.raises(
-        NotImplementedError, match=r"8-bit codes \(kept= of jaxmp.recompute\).*Leave kept= out"
+        NotImplementedError, match=r"8-bit codes \(codes= of jaxmp.recompute\).*Leave codes= out"
     ):
         jax.eval_shape(jax.jacfwd(first) if is_forward else jax.grad(first), W)
 
@@ -380,7 +380,7 @@ def test_of_data_without_a_derivative_a_second_one_is_exact() -> None:
     """Nothing is kept in codes of what the outer derivative does not reach."""
 
     def outer(scale: Any) -> Any:
-        inner = jax.grad(scalar(jaxmp.recompute(lambda w: jnp.tanh(X @ w) @ V, kept="int8")))(W)
+        inner = jax.grad(scalar(jaxmp.recompute(lambda w: jnp.tanh(X @ w) @ V, codes="int8")))(W)
         return (inner * scale).sum()
 
     slope, value = compiled(jax.grad(outer))(2.0), compiled(outer)(1.0)
@@ -395,7 +395,8 @@ def test_a_checkpoint_with_a_policy_stays_as_it_is() -> None:
         return saves(x @ W @ V, w, v)
 
     coded, plain = (
-        dear_operations(jaxmp.recompute(block, kept=kept_as), X, W, V) for kept_as in ("int8", None)
+        dear_operations(jaxmp.recompute(block, codes=kept_as), X, W, V)
+        for kept_as in ("int8", None)
     )
     assert coded["dot_general"] == plain["dot_general"]
 
@@ -407,7 +408,7 @@ def test_in_a_shard_map() -> None:
     x = jax.device_put(alone, NamedSharding(mesh, P("data")))
 
     def fourth_powers(x: Any, ws: Any, vs: Any) -> Any:
-        return (jaxmp.recompute(scanned, kept="int8")(x, ws, vs) ** 4).sum()
+        return (jaxmp.recompute(scanned, codes="int8")(x, ws, vs) ** 4).sum()
 
     def local(*args: Any) -> Any:
         return lax.psum(fourth_powers(*args), "data")
@@ -437,7 +438,7 @@ def test_in_a_train_step(reduce_dtype: str) -> None:
             results.append(float(metrics["loss"]))
         return results
 
-    coded = losses(lambda f: jaxmp.recompute(f, "loops", kept="int8"))
+    coded = losses(lambda f: jaxmp.recompute(f, "loops", codes="int8"))
     np.testing.assert_allclose(coded, losses("loops"), rtol=0.01)
     assert coded[-1] < 0.9 * coded[0]
 
@@ -452,7 +453,7 @@ def test_a_result_without_a_derivative_may_go_where_none_exists() -> None:
         )
         return (hidden @ v).sum() + (hidden * scale).sum()
 
-    got = jax.jit(jax.grad(jaxmp.recompute(loss, kept="int8")))(W, V)
+    got = jax.jit(jax.grad(jaxmp.recompute(loss, codes="int8")))(W, V)
     assert error(got, compiled(jax.grad(loss))(W, V)) < 0.02
 
 
@@ -476,12 +477,12 @@ def test_nothing_is_kept_for_frozen_weights() -> None:
         return jnp.tanh(jnp.tanh(X @ V.T) @ w.T @ w @ v).sum()
 
     sizes = [
-        sum(x.size * x.dtype.itemsize for x in kept(jaxmp.recompute(loss, kept=k), W, V))
+        sum(x.size * x.dtype.itemsize for x in kept(jaxmp.recompute(loss, codes=k), W, V))
         for k in (None, "int8")
     ]
     assert sizes[1] < 0.5 * sizes[0]
-    frozen = jax.make_jaxpr(jax.grad(lambda v: jaxmp.recompute(loss, kept="int8")(W, v)))(V)
-    trained = jax.make_jaxpr(jax.grad(jaxmp.recompute(loss, kept="int8"), (0, 1)))(W, V)
+    frozen = jax.make_jaxpr(jax.grad(lambda v: jaxmp.recompute(loss, codes="int8")(W, v)))(V)
+    trained = jax.make_jaxpr(jax.grad(jaxmp.recompute(loss, codes="int8"), (0, 1)))(W, V)
     products = [
         len([e for e in equations(program) if e.primitive.name == "dot_general"])
         for program in (frozen, trained)
@@ -491,7 +492,7 @@ def test_nothing_is_kept_for_frozen_weights() -> None:
 
 @pytest.mark.parametrize(("mode", "barriers"), [("auto", False), ("always", True)])
 def test_always_forbids_the_compiler_to_keep(mode: Any, barriers: bool) -> None:
-    gradient_by_w = jax.jit(jax.grad(scalar(jaxmp.recompute(stream, mode, kept="int8")), 1))
+    gradient_by_w = jax.jit(jax.grad(scalar(jaxmp.recompute(stream, mode, codes="int8")), 1))
     assert ("optimization_barrier" in gradient_by_w.lower(X, W, V).as_text()) == barriers
 
 
@@ -508,7 +509,7 @@ def test_a_callback_in_a_checkpoint_runs_as_often_as_without_codes() -> None:
 
     counts = []
     for kept_as in (None, "int8"):
-        jax.block_until_ready(compiled(jax.grad(jaxmp.recompute(loss, kept=kept_as)))(W, V))
+        jax.block_until_ready(compiled(jax.grad(jaxmp.recompute(loss, codes=kept_as)))(W, V))
         jax.effects_barrier()
         counts.append(len(calls))
         calls.clear()
@@ -523,12 +524,12 @@ def test_a_shared_statistic_fits_the_codes_of_its_operand() -> None:
         total = jax.nn.logsumexp(scores, -1, keepdims=True)
         return (jnp.exp(scores - total) @ v).sum() + jnp.square(total @ v[:1]).sum()
 
-    got = compiled(jax.grad(jaxmp.recompute(loss, kept="int8"), 1))(W, V)
+    got = compiled(jax.grad(jaxmp.recompute(loss, codes="int8"), 1))(W, V)
     assert error(got, compiled(jax.grad(loss, 1))(W, V)) < 0.03
 
 
 def test_audit_shows_codes_at_the_line_of_their_value() -> None:
-    report = jaxmp.audit(scalar(jaxmp.recompute(scanned, kept="int8")), X, *STACKS)
+    report = jaxmp.audit(scalar(jaxmp.recompute(scanned, codes="int8")), X, *STACKS)
     assert report.recomputed
     assert {row.dtype for row in report.residuals} == {"int8", "float32"}
     files = {row.line.partition(":")[0] for row in report.residuals}
@@ -538,7 +539,7 @@ def test_audit_shows_codes_at_the_line_of_their_value() -> None:
 def test_axes_of_unknown_length_count_as_long() -> None:
     (batch,) = jax.export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 128), jnp.float32)
-    lean = jaxmp.recompute(mlp, kept="int8")
+    lean = jaxmp.recompute(mlp, codes="int8")
     coded = jax.jit(jax.grad(lambda x, w, v: jnp.square(lean(x, w, v)).sum(), 1))
     exported = jax.export.export(coded)(x, W, V)
     assert "xi8>" in exported.mlir_module()
@@ -547,4 +548,4 @@ def test_axes_of_unknown_length_count_as_long() -> None:
 
 def test_an_unknown_dtype_of_codes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kept must be 'int8' or 'float8_e4m3fn', got 'int4'"):
-        jaxmp.recompute(stream, kept="int4")  # type: ignore[arg-type]
+        jaxmp.recompute(stream, codes="int4")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`kept=` on models of Flax and Equinox, with their scans and checkpoints, on float8, and FSDP."""
+"""`codes=` on models of Flax and Equinox, with their scans and checkpoints, on float8, and FSDP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +92,7 @@ def check(
     fun: Callable[..., Any], params: Any, x: Any, *, exact: Callable[..., Any], most: float
 ) -> None:
     """Values to the bit, gradients as near to the exact ones, and at most this share of bytes."""
-    plain, coded = jaxmp.recompute(fun), jaxmp.recompute(fun, kept="int8")
+    plain, coded = jaxmp.recompute(fun), jaxmp.recompute(fun, codes="int8")
     np.testing.assert_array_equal(jax.jit(coded)(params, x), jax.jit(plain)(params, x))
     got, want = (jax.jit(gradient(f))(params, x) for f in (coded, plain))
     gradients = jax.jit(gradient(exact))(params, x)
@@ -118,7 +118,7 @@ def test_codes_of_float8_products_stay() -> None:
 
     fun = jaxmp.autocast(exact, "mixed_float8")
     check(fun, STACKS, X, exact=exact, most=1)
-    plain, coded = (in_bytes(jaxmp.recompute(fun, kept=k), STACKS, X) for k in (None, "int8"))
+    plain, coded = (in_bytes(jaxmp.recompute(fun, codes=k), STACKS, X) for k in (None, "int8"))
     assert coded["float8_e4m3fn"] == plain["float8_e4m3fn"] > 0
 
 
@@ -129,7 +129,7 @@ def test_of_sharded_params_over_eight_devices() -> None:
     stacks = jax.device_put(STACKS, NamedSharding(mesh, P(None, "data")))
 
     def by_stacks(kept: Any) -> Any:
-        lean = jaxmp.recompute(lambda stacks, x: scanned(x, *stacks), kept=kept)
+        lean = jaxmp.recompute(lambda stacks, x: scanned(x, *stacks), codes=kept)
         return jax.jit(jax.grad(scalar(lean)))
 
     plain, coded = by_stacks(None), by_stacks("int8")

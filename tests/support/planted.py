@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.evaluate import Interpreter, evaluate
 from jaxmp._program.facts import operations_read
 from jaxmp._program.op_classes import CALLS, CONTROL_FLOW
 from jaxmp._program.program import Op, read
@@ -17,7 +17,7 @@ from jaxmp._tools.inspect.equations import Site, walk
 Run = Callable[..., Any]
 
 
-class _InAnotherDtype(Rules[Any]):
+class _InAnotherDtype(Interpreter[Any]):
     """Runs one operation in another dtype, between casts; all others as they were traced."""
 
     def __init__(self, target: Any, dtype: Any) -> None:

@@ -93,7 +93,7 @@ def test_bits_of_models(name: str, policy: str) -> None:
 OPTIONS: dict[str, Any] = {
     "cast of params": {"cast": "params"},
     "no recomputation": {"recompute": "never"},
-    "codes": {"recompute": functools.partial(jaxmp.recompute, mode="loops", kept="int8")},
+    "codes": {"recompute": functools.partial(jaxmp.recompute, mode="loops", codes="int8")},
     "counts": {"count_overflows": True},
 }
 

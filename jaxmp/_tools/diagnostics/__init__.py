@@ -5,8 +5,8 @@ print, have another (`overflow`, `comparison`, `sensitivity_report`). `rerun.Rer
 program again, and knows the place of each operation. `one_by_one` does so in Python, value by
 value, for `find_overflow`. `scope_values` catches what modules hand on, for `compare` and
 `activation_histograms`. `roundings` runs a low program in float32, with its roundings in the hands
-of a subclass: `steps` gives comparisons a derivative, `first_order` counts errors, and `prediction`
-sorts them by part for `sensitivity`.
+of a subclass: `smooth_comparisons` gives comparisons a derivative, `first_order` counts errors,
+and `prediction` sorts them by part for `sensitivity`.
 
 Read `rerun` first, then `scope_values`. A new tool that follows values is a subclass of `Rerun`, or
 a function for `keep` of `scope_values`. A column of the histogram report is a row of `_COLUMNS` in

@@ -137,7 +137,7 @@ def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, lis
         first_order = FirstOrder(
             traced,
             lambda site: (line_of(site), site.name),
-            [Target(slice(None), steps=True, each=True)],
+            [Target(slice(None), is_smooth=True, each=True)],
             float32=True,
         )
         variances = combine(traced.returned, first_order(arrays)[0].sum((1, 2)).tolist())

@@ -25,7 +25,7 @@ from jaxmp._program.op_classes import CASTS, CONTRACTIONS, MIXED_SHAPES, RUNNING
 from jaxmp._program.program import read
 from jaxmp._program.tracing import Traced
 from jaxmp._tools.diagnostics.roundings import FLOAT32, in_float32, is_unseen, moves, rounds_low
-from jaxmp._tools.diagnostics.steps import Steps
+from jaxmp._tools.diagnostics.smooth_comparisons import SmoothComparisons
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
 
 # The compiler may leave roundings out, and does so differently on each device.
@@ -64,13 +64,13 @@ class Target(NamedTuple):
 
     Attributes:
       results: the results that it is about, among those that are floats.
-      steps: whether comparisons count, as steps.
+      is_smooth: whether comparisons count, as smooth steps.
       each: whether each result is a target of its own, relative to its own size; if not, all are
         one, relative to the norm of all.
     """
 
     results: slice
-    steps: bool = False
+    is_smooth: bool = False
     each: bool = False
 
     def directions(self, floats: Sequence[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ class FirstOrder:
                 lambda site: probes[numbers[key_of(site)]],
                 tuple(dtypes),
                 float32,
-                unit if target.steps else None,
+                unit if target.is_smooth else None,
             )
             results = rules.run(read(traced.closed), list(map(in_float32, arrays)))
             return [x for x in results if is_inexact(x)][target.results], results
@@ -167,7 +167,7 @@ class FirstOrder:
         return np.where(total**2 > self._chances**2 * squares, total**2, squares), results
 
 
-class _Probed(Steps):
+class _Probed(SmoothComparisons):
     """Runs the low program, and counts its errors in the derivative of zeros.
 
     Args:

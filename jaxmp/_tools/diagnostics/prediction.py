@@ -18,7 +18,7 @@ from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target
 from jaxmp._tools.diagnostics.precision_parts import Parts
 from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_in
 from jaxmp._tools.diagnostics.sensitivity_report import Errors, OperationSensitivity, Variances
-from jaxmp._tools.diagnostics.steps import compares_numbers
+from jaxmp._tools.diagnostics.smooth_comparisons import compares_numbers
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
 from jaxmp._tools.inspect.lines import direction, line_of, module_path, scopes_of
 
@@ -75,7 +75,7 @@ class Prediction:
         # Without comparisons, steps would be compiled for nothing.
         self._has_steps = any(map(compares_numbers, all_sites(walk(traced.closed))))
         if self._has_steps:
-            targets.append(Target(slices[-1], steps=True))
+            targets.append(Target(slices[-1], is_smooth=True))
         # Of 8 bits the question is whether 16 would do, and of 16 bits which.
         has_codes = any(policy.products is not None for policy in all_policies(rules))
         others = [x for x in _HALVES if (x in dtypes_of(rules)) == has_codes]

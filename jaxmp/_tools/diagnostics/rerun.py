@@ -16,7 +16,7 @@ from jaxmp._numerics.histograms import zeros_as
 from jaxmp._primitives.varying import varying_axes
 from jaxmp._program import compat
 from jaxmp._program.control_flow import cond_again, scan_again, while_again
-from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.evaluate import Interpreter, evaluate
 from jaxmp._program.op_classes import CLASSES, OpClass
 from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.inspect.equations import Site, site_of
@@ -27,7 +27,7 @@ Key = tuple[int, ...]
 ResultsAndSaved = tuple[list[Any], dict[Key, Any]]
 
 
-class Rerun(Rules[Any]):
+class Rerun(Interpreter[Any]):
     """Runs a program again. Subclasses say what an operation does, and what to save of values.
 
     Attributes:
@@ -47,11 +47,11 @@ class Rerun(Rules[Any]):
         self.saved: dict[Key, Any] = {}
 
     def but(self, **attributes: Any) -> Any:
-        """Returns these rules with other attributes."""
+        """Returns this interpreter with other attributes."""
         # A shallow copy: all programs of a run share the rest, such as the lists of a subclass.
-        rules = copy.copy(self)
-        vars(rules).update(attributes)
-        return rules
+        interpreter = copy.copy(self)
+        vars(interpreter).update(attributes)
+        return interpreter
 
     def run(self, program: Program, arguments: Any) -> list[Any]:
         """Runs a program from the cells of its arguments."""
@@ -60,16 +60,16 @@ class Rerun(Rules[Any]):
     def inside(self, op: Any, body: Any, arguments: Any, *choice: int) -> list[Any]:
         """Runs a program inside of an operation; `choice` says which of several it is."""
         # Even numbers: the results of the operation itself have odd ones, and come after.
-        rules = self.but(outer=op, key=(*self.key, 2 * op.number, *choice))
-        return rules.run(read(body), arguments)
+        interpreter = self.but(outer=op, key=(*self.key, 2 * op.number, *choice))
+        return interpreter.run(read(body), arguments)
 
     def collecting(self, site: Site, body: Any, *choice: int) -> Callable[..., ResultsAndSaved]:
         """Returns a function that runs a program inside, and returns the saved arrays too."""
 
         # Arrays of an inner trace must leave it as its results.
         def run(arguments: Any, _: Any = ()) -> ResultsAndSaved:
-            rules = self.but(saved={})
-            return rules.inside(site, body, arguments, *choice), rules.saved
+            interpreter = self.but(saved={})
+            return interpreter.inside(site, body, arguments, *choice), interpreter.saved
 
         return run
 

@@ -95,7 +95,9 @@ def sensitivity(
         loss_fn, params = with_plain_params(loss_fn, params)
     rules = low if isinstance(low, PolicyRules) else PolicyRules(default=get_policy(low))
     high = get_policy(reference)
-    measuring = Measuring(loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high))
+    measuring = LossUnderRules(
+        loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high)
+    )
     parts = precision_parts_of(measuring.program, candidates)
     everything = parts.rules((), rules, high)
     measuring.scale = scale or 1.0
@@ -132,7 +134,7 @@ def sensitivity(
     )
 
 
-class Measuring:
+class LossUnderRules:
     """Evaluates a loss under rules, and compares it with a reference.
 
     Args:

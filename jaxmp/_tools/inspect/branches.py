@@ -23,7 +23,7 @@ class Choice(NamedTuple):
     name: str
 
 
-class Part(NamedTuple):
+class BranchPart(NamedTuple):
     """A part of a program that runs as a whole or not at all.
 
     Attributes:
@@ -48,11 +48,11 @@ def choices(equation: Any, number: int) -> list[Choice]:
     return [Choice(number, i, count, name) for i, name in enumerate(names)]
 
 
-def most(parts: Iterable[Part]) -> int:
+def most(parts: Iterable[BranchPart]) -> int:
     """Returns the largest total over all choices of branches.
 
     >>> left, right = Choice(0, 0, 2, "left"), Choice(0, 1, 2, "right")
-    >>> parts = [Part((), 2, 2), Part((left,), 0, 3), Part((right,), 4, 4)]
+    >>> parts = [BranchPart((), 2, 2), BranchPart((left,), 0, 3), BranchPart((right,), 4, 4)]
     >>> most(parts)
     6
     """
@@ -60,13 +60,13 @@ def most(parts: Iterable[Part]) -> int:
     return _best_sums(list(parts), 0, lambda counted, total: total)[1]
 
 
-def least_share(parts: Iterable[Part]) -> float:
+def least_share(parts: Iterable[BranchPart]) -> float:
     """Returns the smallest ratio of counted to total over all choices of branches.
 
     Returns 0 if the total is 0.
 
     >>> left, right = Choice(0, 0, 2, "left"), Choice(0, 1, 2, "right")
-    >>> least_share([Part((), 1, 1), Part((left,), 0, 3), Part((right,), 4, 4)])
+    >>> least_share([BranchPart((), 1, 1), BranchPart((left,), 0, 3), BranchPart((right,), 4, 4)])
     0.25
     """
     parts = list(parts)
@@ -89,11 +89,11 @@ def least_share(parts: Iterable[Part]) -> float:
 
 
 def _best_sums(
-    parts: list[Part], depth: int, gain: Callable[[int, int], int | Fraction]
+    parts: list[BranchPart], depth: int, gain: Callable[[int, int], int | Fraction]
 ) -> tuple[int, int]:
     """Returns counted and total for the branches with the largest gain, a linear function."""
     counted = total = 0
-    inside: dict[int, dict[Choice, list[Part]]] = {}
+    inside: dict[int, dict[Choice, list[BranchPart]]] = {}
     for part in parts:
         if len(part.branches) == depth:
             counted += part.counted

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmp._tools.inspect.branches import Part, least_share, most
+from jaxmp._tools.inspect.branches import BranchPart, least_share, most
 from jaxmp._tools.inspect.checks import check_report, product_dtype
 from jaxmp._tools.inspect.collective_report import Collectives
 from jaxmp._tools.inspect.decoded import are_among
@@ -82,7 +82,7 @@ class AuditReport(TableReport):
     @property
     def flops(self) -> int:
         """The FLOPs of all products, for the branches that have the most."""
-        return most(Part(row.branches, 0, row.flops) for row in self.work)
+        return most(BranchPart(row.branches, 0, row.flops) for row in self.work)
 
     @property
     def residual_bytes(self) -> int:
@@ -140,7 +140,7 @@ class AuditReport(TableReport):
         names = {product_dtype(dtype) for dtype in dtypes}
         # `products` has no branches: which of its FLOPs exclude each other only `work` knows.
         return least_share(
-            Part(row.branches, row.flops * are_among(row.operands, names), row.flops)
+            BranchPart(row.branches, row.flops * are_among(row.operands, names), row.flops)
             for row in self.work
         )
 

@@ -11,7 +11,7 @@ from jaxmp._numerics.precision import name_of_param
 from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, ENCODES, PRODUCTS, OpClass
 from jaxmp._program.program import Program
 from jaxmp._program.scopes import why_left_out
-from jaxmp._tools.inspect.branches import Part, most
+from jaxmp._tools.inspect.branches import BranchPart, most
 from jaxmp._tools.inspect.decoded import decoded_operands
 from jaxmp._tools.inspect.equations import Site, all_sites
 from jaxmp._tools.inspect.lines import direction, line_of, module_path, scopes_of
@@ -40,7 +40,7 @@ class Where(NamedTuple):
     direction: str
 
 
-class _Kind(NamedTuple):
+class ProductKey(NamedTuple):
     """The attributes of `Product` that the products of a row share."""
 
     operands: tuple[str, str]
@@ -68,7 +68,7 @@ class Tally:
         """Returns products by dtypes and precision, most FLOPs first."""
         rows = [
             Product(**kind._asdict(), **_counts(sites), **self._flops(sites))
-            for kind, sites in _grouped(self._products(), self._kind).items()
+            for kind, sites in _grouped(self._products(), self._product_key).items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
@@ -76,7 +76,7 @@ class Tally:
         """Returns products by dtypes, precision and line, most FLOPs first."""
         groups = _grouped(
             self._products(),
-            lambda site: (self._kind(site), self.where(site), _why_not_float8(site)),
+            lambda site: (self._product_key(site), self.where(site), _why_not_float8(site)),
         )
         rows = [
             ProductLine(
@@ -112,12 +112,12 @@ class Tally:
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
-    def _kind(self, site: Site) -> "_Kind":
+    def _product_key(self, site: Site) -> "ProductKey":
         operands, result = _product_dtypes(site)
         # Devices multiply 16 bits in one way: only float32 has a precision.
         is_float32 = "float32" in operands
         precision = name_of_param(site.equation.params.get("precision")) if is_float32 else ""
-        return _Kind(operands, result, precision, self._decoded.get(site, ()))
+        return ProductKey(operands, result, precision, self._decoded.get(site, ()))
 
     def upcasts(self) -> tuple[Upcast, ...]:
         """Returns upcasts by line; first those that make products wide, then the others by size.
@@ -288,7 +288,9 @@ def _why_not_float8(site: Site) -> str:
 
 def _flops(sites: Iterable[Site]) -> int:
     """Returns the FLOPs of products; of exclusive branches, counts those with the most."""
-    return most(Part(site.branches, 0, site.flops * site.runs) for site in sites if site.flops)
+    return most(
+        BranchPart(site.branches, 0, site.flops * site.runs) for site in sites if site.flops
+    )
 
 
 def _operations(site: Site) -> int:

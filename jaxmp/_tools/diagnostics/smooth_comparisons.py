@@ -34,7 +34,7 @@ _LOGIC: dict[str, Callable[..., Any]] = {
 }
 
 
-class Steps(Roundings):
+class SmoothComparisons(Roundings):
     """Runs a program with smooth steps for comparisons.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxmp._autocast.kinds import (
+from jaxmp._autocast.strengths import (
     FLOAT32,
     Extent,
-    Kind,
     State,
+    Strength,
     float32_state,
     is_weight,
     number_state,
@@ -38,7 +38,7 @@ AllIn = tuple[Reading, ...]  # how results are read; those that are left out, in
 
 
 @dataclasses.dataclass
-class Step:
+class OpPlan:
     """The plan of one operation.
 
     Attributes:
@@ -57,7 +57,7 @@ class Step:
         that their gradients are added up in float32.
       float8: for a product in float8, the recipe and which operand is the weight.
       not_float8: why a product with a weight, or the products inside, are left out of float8.
-      plan_key: of a step with `run`, what decides how it runs besides all this, such as the plans
+      plan_key: with `run`, what decides how it runs besides all this, such as the plans
         of the programs inside; None for what nothing else is like.
     """
 
@@ -67,7 +67,7 @@ class Step:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
     reads: Sequence[Reading] = ()
-    replan: "Callable[..., Step] | None" = None
+    replan: "Callable[..., OpPlan] | None" = None
     run: Callable[[list[Any]], list[Any]] | None = None
     sources: tuple[bool, ...] = ()
     broadcasts: tuple[bool, ...] = ()
@@ -86,14 +86,14 @@ class Step:
             self.params["preferred_element_type"] = FLOAT32
         else:
             self.in_dtypes = [dtype and FLOAT32 for dtype in self.in_dtypes]
-        self.results = [state and State(Kind.HIGH, FLOAT32) for state in self.results]
+        self.results = [state and State(Strength.HIGH, FLOAT32) for state in self.results]
 
 
 def argument_state(aval: Any) -> State | None:
     """Returns the state of an argument."""
     if not is_half_or_float32(aval):
         return None
-    return State(Kind.WEAK if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
+    return State(Strength.WEAK if aval.dtype == FLOAT32 else Strength.LOW, aval.dtype)
 
 
 def literal_state(atom: core.Literal) -> State | None:
@@ -115,40 +115,45 @@ def float_states(states: States) -> list[State]:
     return [state for state in states if state is not None]
 
 
-def uniform_step(op: Op, states: States, result: State, *, may_widen: bool = False) -> Step:
+def uniform_plan(op: Op, states: States, result: State, *, may_widen: bool = False) -> OpPlan:
     """Plans an operation whose floats, operands and results, all have the dtype of `result`."""
     in_dtypes = [None if state is None else result.dtype for state in states]
     results = [result if is_half_or_float32(aval) else None for aval in op.out_avals]
-    return Step(op, in_dtypes, results, may_widen=may_widen)
+    return OpPlan(op, in_dtypes, results, may_widen=may_widen)
 
 
 def state_dtypes(states: States) -> list[DType | None]:
-    """Returns the present dtypes of values, as `in_dtypes` of a step."""
+    """Returns the present dtypes of values, as `in_dtypes` of a plan."""
     return [state and state.dtype for state in states]
 
 
-def plan_as_traced(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
+def plan_as_traced(op: Op, states: States, exact: Strength = Strength.HIGH) -> OpPlan:
     """Plans an operation as it was traced; results of values that are not weak are `exact`."""
     result = float32_state(float_states(states))
     # The result of a kernel is not an argument. If it were WEAK, a sum with it would be an update,
     # and the stream after a first kernel would be float32.
     multiplies = op.name in CONTRACTIONS | KERNELS and not result.input_independent
-    if multiplies or exact is Kind.FIRM or has_foreign_floats(op) or op.name.endswith("_callback"):
+    if (
+        multiplies
+        or exact is Strength.FIRM
+        or has_foreign_floats(op)
+        or op.name.endswith("_callback")
+    ):
         result = State(exact, FLOAT32)
     pairs = zip(states, op.in_avals, strict=True)
     in_dtypes = [None if state is None else aval.dtype for state, aval in pairs]
     results = (argument_state(aval) for aval in op.out_avals)
-    return Step(op, in_dtypes, [result if x and x.dtype == FLOAT32 else x for x in results])
+    return OpPlan(op, in_dtypes, [result if x and x.dtype == FLOAT32 else x for x in results])
 
 
-def adds_gradients(step: Step) -> list[int]:
+def adds_gradients(op_plan: OpPlan) -> list[int]:
     """Returns the operands that are read in float32, and whose gradients the transpose sums.
 
     These are operands of products, rows that are looked up, parts of a weight, and what is laid
     out.
     """
-    op = step.op
-    is_part = any(x and x.kind is Kind.FIRM and is_weight(x) for x in step.results)
+    op = op_plan.op
+    is_part = any(x and x.strength is Strength.FIRM and is_weight(x) for x in op_plan.results)
     largest = max((math.prod(getattr(aval, "shape", ())) for aval in op.out_avals), default=0)
     is_lookup = op.name == "gather" and not op.params["dimension_numbers"].operand_batching_dims
     adds_all = (
@@ -158,7 +163,7 @@ def adds_gradients(step: Step) -> list[int]:
     )
     return [
         atom
-        for atom, aval, dtype in zip(op.inputs, op.in_avals, step.in_dtypes, strict=True)
+        for atom, aval, dtype in zip(op.inputs, op.in_avals, op_plan.in_dtypes, strict=True)
         if isinstance(atom, int)
         and dtype == FLOAT32
         and (adds_all or math.prod(aval.shape) < largest)

@@ -1,4 +1,4 @@
-"""The kinds of floats, which decide their dtypes.
+"""The strengths of floats, which decide their dtypes.
 
 Autocast cannot decide each operation on its own: a float32 bias would widen every activation after
 it, and a layer norm the whole residual stream. The origin of a value decides. docs/autocast.md
@@ -17,12 +17,12 @@ from jaxmp._numerics.dtypes import DType
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-class Kind(enum.IntEnum):
-    """The origin of a float. All kinds but LOW are float32."""
+class Strength(enum.IntEnum):
+    """The origin of a float. All but LOW are float32."""
 
     WEAK = 0  # arguments, literals, and values made of these alone without products
     LOW = 1  # results of products, and values computed from them; float32 if a statistic lifts them
-    HIGH = 2  # exponentials, logarithms, sums over an axis; joins 16-bit values of its own size
+    HIGH = 2  # exponentials, logarithms, sums over an axis; becomes 16-bit next to its size in 16
     FIRM = 3  # updated arguments, loop carries, exact parts; widens every value that it meets
 
 
@@ -46,7 +46,7 @@ class State(NamedTuple):
     """The facts that are known about a value.
 
     Attributes:
-      kind: its origin.
+      strength: its origin.
       dtype: its dtype in the new program.
       value: the number, for a literal.
       broadcast: whether it counts as smaller than the values that it meets.
@@ -57,7 +57,7 @@ class State(NamedTuple):
         whether its gradient may be one.
     """
 
-    kind: Kind
+    strength: Strength
     dtype: DType
     value: float | None = None
     broadcast: Extent = Extent.WHOLE
@@ -73,12 +73,12 @@ class State(NamedTuple):
 
 def is_weight(state: State) -> bool:
     """Whether products may return its gradient in float32: params, and merges of them."""
-    return state.kind in (Kind.WEAK, Kind.FIRM) and not state.loop_carried
+    return state.strength in (Strength.WEAK, Strength.FIRM) and not state.loop_carried
 
 
 def number_state(value: float | None) -> State:
     """Returns the state of a number in the program, or of an array filled with it."""
-    return State(Kind.WEAK, FLOAT32, value, input_independent=True)
+    return State(Strength.WEAK, FLOAT32, value, input_independent=True)
 
 
 def combined_state(
@@ -98,50 +98,52 @@ def combined_state(
       chooses: whether it selects one operand or the other.
       scales: whether it adds, subtracts, multiplies or divides, as a norm does.
 
-    >>> low, weak = State(Kind.LOW, jnp.dtype("bfloat16")), State(Kind.WEAK, FLOAT32)
-    >>> combined_state([low, weak], low.dtype).kind.name
+    >>> low, weak = State(Strength.LOW, jnp.dtype("bfloat16")), State(Strength.WEAK, FLOAT32)
+    >>> combined_state([low, weak], low.dtype).strength.name
     'LOW'
-    >>> combined_state([low, weak], low.dtype, adds=True).kind.name
+    >>> combined_state([low, weak], low.dtype, adds=True).strength.name
     'FIRM'
     >>> bias = weak._replace(broadcast=Extent.LAID_OUT)
-    >>> combined_state([low, bias], low.dtype, adds=True).kind.name
+    >>> combined_state([low, bias], low.dtype, adds=True).strength.name
     'LOW'
     """
-    kinds = {state.kind for state in states}
+    strengths = {state.strength for state in states}
     # Masks, noise and numbers say nothing about the size of the other operands.
     arrays = [state for state in states if not state.input_independent] or states
     is_smaller = all(state.broadcast for state in arrays)
     broadcast = max(state.broadcast for state in arrays) if is_smaller else Extent.WHOLE
-    if kinds <= {Kind.WEAK}:
+    if strengths <= {Strength.WEAK}:
         independent = all(state.input_independent for state in states)
-        return State(Kind.WEAK, FLOAT32, broadcast=broadcast, input_independent=independent)
-    if Kind.FIRM in kinds:
-        return State(Kind.FIRM, FLOAT32, loop_carried=any(state.loop_carried for state in states))
-    full_size = {state.kind for state in arrays if broadcast or not state.broadcast}
-    weak = [state for state in states if state.kind is Kind.WEAK and not state.broadcast]
+        return State(Strength.WEAK, FLOAT32, broadcast=broadcast, input_independent=independent)
+    if Strength.FIRM in strengths:
+        return State(
+            Strength.FIRM, FLOAT32, loop_carried=any(state.loop_carried for state in states)
+        )
+    full_size = {state.strength for state in arrays if broadcast or not state.broadcast}
+    weak = [state for state in states if state.strength is Strength.WEAK and not state.broadcast]
     if (adds and weak) or (chooses and any(not state.input_independent for state in weak)):
-        return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
-    if not broadcast and Kind.WEAK in full_size and Kind.LOW not in full_size:
-        return State(Kind.FIRM, FLOAT32)  # w / sigma with sigma from a product, x * exp(s)
-    if Kind.LOW not in full_size:
-        return State(Kind.HIGH, FLOAT32, broadcast=broadcast)
-    if any(state.kind is Kind.HIGH and state.broadcast for state in states):
-        return State(Kind.LOW, FLOAT32)  # a statistic lifts the value that it scales
+        return State(Strength.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
+    if not broadcast and Strength.WEAK in full_size and Strength.LOW not in full_size:
+        return State(Strength.FIRM, FLOAT32)  # w / sigma with sigma from a product, x * exp(s)
+    if Strength.LOW not in full_size:
+        return State(Strength.HIGH, FLOAT32, broadcast=broadcast)
+    if any(state.strength is Strength.HIGH and state.broadcast for state in states):
+        return State(Strength.LOW, FLOAT32)  # a statistic lifts the value that it scales
     # A norm stays lifted from its first to its last operation. Then `relu(norm(h))` is 16 bits, as
     # in models that cast by hand. float16 with bfloat16 gives float32, as in JAX.
-    narrow = {state.dtype for state in states if state.kind is Kind.LOW} - {FLOAT32}
+    narrow = {state.dtype for state in states if state.strength is Strength.LOW} - {FLOAT32}
     is_stream = adds and any(state.broadcast is Extent.LOOKED_UP for state in states)
     if len(narrow) > 1 or (not narrow and scales and not is_stream):
-        return State(Kind.LOW, FLOAT32)
-    return State(Kind.LOW, narrow.pop() if narrow else low)
+        return State(Strength.LOW, FLOAT32)
+    return State(Strength.LOW, narrow.pop() if narrow else low)
 
 
 def float32_state(states: Collection[State]) -> State:
     """Returns the state of the result of a float32 operation, such as an exponential or a sum."""
-    if all(state.kind is Kind.WEAK for state in states):
+    if all(state.strength is Strength.WEAK for state in states):
         independent = all(state.input_independent for state in states)
-        return State(Kind.WEAK, FLOAT32, input_independent=independent)
-    return State(Kind.HIGH, FLOAT32)
+        return State(Strength.WEAK, FLOAT32, input_independent=independent)
+    return State(Strength.HIGH, FLOAT32)
 
 
 def joined_state(states: Collection[State], low: DType) -> State:
@@ -149,8 +151,10 @@ def joined_state(states: Collection[State], low: DType) -> State:
     inner = [entry_state(state)._replace(summed=False) for state in states]
     joined = inner[0] if len(set(inner)) == 1 else combined_state(inner, low, chooses=True)
     # A branch may return a number that 16 bits lose, such as -1e9 in float16.
-    loses = joined.kind is Kind.LOW and not all(fits(state.value, joined.dtype) for state in states)
-    return State(Kind.FIRM, FLOAT32) if loses else joined
+    loses = joined.strength is Strength.LOW and not all(
+        fits(state.value, joined.dtype) for state in states
+    )
+    return State(Strength.FIRM, FLOAT32) if loses else joined
 
 
 def entry_state(state: State) -> State:

@@ -1,4 +1,4 @@
-"""The rules: what each class of operations does with operands of each kind."""
+"""Plans an operation by its class: what each does with operands of each strength."""
 
 import functools
 import math
@@ -10,28 +10,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxmp._autocast.kinds import (
+from jaxmp._autocast.op_plans import (
+    OpPlan,
+    States,
+    float_states,
+    literal_state,
+    plan_as_traced,
+    state_dtypes,
+    uniform_plan,
+)
+from jaxmp._autocast.regions import Region
+from jaxmp._autocast.strengths import (
     FLOAT32,
     Extent,
-    Kind,
     Materialized,
     State,
+    Strength,
     combined_state,
     fits,
     float32_state,
     is_weight,
     number_state,
     overflows,
-)
-from jaxmp._autocast.regions import Region
-from jaxmp._autocast.steps import (
-    States,
-    Step,
-    float_states,
-    literal_state,
-    plan_as_traced,
-    state_dtypes,
-    uniform_step,
 )
 from jaxmp._numerics.dtypes import HALVES, DType, is_half_or_float32
 from jaxmp._numerics.precision import as_param, is_own
@@ -57,55 +57,55 @@ from jaxmp._program.op_classes import (
 from jaxmp._program.program import Op
 
 
-def convert(op: Op, states: States, *, is_undone: bool = False) -> Step:
+def convert(op: Op, states: States, *, is_undone: bool = False) -> OpPlan:
     """Plans a cast that the program itself makes; autocast respects it, if it is not undone."""
     (state,), (aval,), target = states, op.in_avals, op.params["new_dtype"]
     if state is None or not is_half_or_float32(op.out_avals[0]):
-        step = plan_as_traced(op, states)
+        op_plan = plan_as_traced(op, states)
         if target == FLOAT32:
-            step.results = [_state_of_numbers(op.inputs[0], aval)]
-        return step
+            op_plan.results = [_state_of_numbers(op.inputs[0], aval)]
+        return op_plan
     # A number is one in any dtype: JAX casts it, as the NaN of `jnp.var`, to those that it meets.
     if is_undone or (state.value is not None and fits(state.value, jnp.dtype(target))):
-        return Step(op, [None], [state], run=list)
+        return OpPlan(op, [None], [state], run=list)
     if target != FLOAT32:
-        return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=list)
+        return OpPlan(op, [target], [State(Strength.LOW, jnp.dtype(target))], run=list)
     # The program asks for float32, perhaps to add steps that are too small for 16 bits.
-    if aval.dtype != FLOAT32 and state.kind is Kind.LOW:
-        return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=list)
-    return Step(op, [None], [state], run=list)
+    if aval.dtype != FLOAT32 and state.strength is Strength.LOW:
+        return OpPlan(op, [FLOAT32], [State(Strength.FIRM, FLOAT32)], run=list)
+    return OpPlan(op, [None], [state], run=list)
 
 
 def _state_of_numbers(atom: int | core.Literal, aval: Any) -> State:
     """Returns the state of integers, booleans or foreign floats after a cast to float32."""
     if not (aval.dtype == jnp.bool_ or jnp.issubdtype(aval.dtype, jnp.integer)):
-        return State(Kind.HIGH, FLOAT32)
+        return State(Strength.HIGH, FLOAT32)
     if isinstance(atom, core.Literal) and not aval.shape:
         # jnp.where(mask, h, 0)
         return number_state(float(atom.val))._replace(broadcast=Extent.LAID_OUT)
-    return State(Kind.WEAK, FLOAT32, input_independent=True)
+    return State(Strength.WEAK, FLOAT32, input_independent=True)
 
 
-def _float32(op: Op, states: States, region: Region) -> Step:
-    return uniform_step(op, states, float32_state(float_states(states)))
+def _float32(op: Op, states: States, region: Region) -> OpPlan:
+    return uniform_plan(op, states, float32_state(float_states(states)))
 
 
-def _range(op: Op, states: States, region: Region) -> Step:
-    step = promote(op, states, region)
-    result = step.results[0]
+def _range(op: Op, states: States, region: Region) -> OpPlan:
+    op_plan = promote(op, states, region)
+    result = op_plan.results[0]
     # Squares leave the range of float16 at 256. bfloat16 has the range of float32.
     if result is not None and result.dtype == jnp.float16:
         return _float32(op, states, region)
-    return step
+    return op_plan
 
 
-def promote(op: Op, states: States, region: Region) -> Step:
-    """Plans an elementwise operation: the kinds of its operands decide."""
+def promote(op: Op, states: States, region: Region) -> OpPlan:
+    """Plans an elementwise operation: the strengths of its operands decide."""
     if op.params.get("out_dtype") is not None:
         return plan_as_traced(op, states)
     if not any(map(is_half_or_float32, op.out_avals)):
         run = functools.partial(_compare, op)
-        return Step(op, [None] * len(states), [None] * len(op.out_avals), run=run, plan_key=())
+        return OpPlan(op, [None] * len(states), [None] * len(op.out_avals), run=run, plan_key=())
     shape = op.out_avals[0].shape
     are_smaller = [aval.shape != shape for aval in op.in_avals]
     # The parts of a concatenation have other shapes than the whole, and are broadcast to nothing.
@@ -126,24 +126,24 @@ def promote(op: Op, states: States, region: Region) -> Step:
     )
     if result.dtype != FLOAT32:
         result = result._replace(materialized=_materialization(op, states, result.dtype))
-    step = _plan_with_result(op, states, result, region)
+    op_plan = _plan_with_result(op, states, result, region)
     if CLASSES.get(op.name) not in (OpClass.PROMOTE, OpClass.RANGE):
-        step.may_widen = False  # the user listed this operation
+        op_plan.may_widen = False  # the user listed this operation
     elif lays_out:
         # The bias is laid out first and then cast: the sum of its gradient over the batch is then
         # in float32. In bfloat16 that sum stops at 256 equal terms.
-        step.broadcasts = tuple(
+        op_plan.broadcasts = tuple(
             is_smaller and state is not None and not state.input_independent
             for state, is_smaller in zip(states, are_smaller, strict=True)
         )
-    return step
+    return op_plan
 
 
 def _materialization(op: Op, states: States, dtype: DType) -> Materialized:
     """Returns whether compilers write the result of a 16-bit operation to memory."""
     # If these values were float32, a GPT would take 1.28 times the temporaries on a TPU v5e.
     floats = float_states(states)
-    low = [state for state in floats if state.kind is Kind.LOW]
+    low = [state for state in floats if state.strength is Strength.LOW]
     adds = op.name in ADDS and op.name != "sub"  # a difference cancels: computed in float32
     if len(low) > 1:
         return Materialized.YES if adds else Materialized.NO
@@ -172,7 +172,7 @@ def _compare(op: Op, values: list[Any]) -> list[Any]:
     return compat.bind(op.equation, values)
 
 
-def _plan_with_result(op: Op, states: States, result: State, region: Region) -> Step:
+def _plan_with_result(op: Op, states: States, result: State, region: Region) -> OpPlan:
     """Plans an operation with this result, or a firm one if a cast would lose a literal."""
     values = [state.value for state in float_states(states)]
     if result.dtype != FLOAT32:
@@ -180,11 +180,11 @@ def _plan_with_result(op: Op, states: States, result: State, region: Region) -> 
     else:  # such as a mask of -1e9 that is added to 16 bits later
         loses_literal = op.name in MASKS and any(overflows(value, region.low) for value in values)
     if loses_literal:
-        result = State(Kind.FIRM, FLOAT32)
-    return uniform_step(op, states, result, may_widen=result.dtype != FLOAT32)
+        result = State(Strength.FIRM, FLOAT32)
+    return uniform_plan(op, states, result, may_widen=result.dtype != FLOAT32)
 
 
-def _rule_move(op: Op, states: States, region: Region) -> Step:
+def _rule_move(op: Op, states: States, region: Region) -> OpPlan:
     floats, are_floats = float_states(states), list(map(is_half_or_float32, op.out_avals))
     count = sum(are_floats)
     sources = iter(floats if len(floats) == count else floats[:1] * count)
@@ -194,7 +194,7 @@ def _rule_move(op: Op, states: States, region: Region) -> Step:
     sums = op.name == "gather" and states[0] is not None
     run = functools.partial(gather, op.equation) if sums else None
     may_widen = op.name in WIDENED and all(x.dtype != FLOAT32 for x in results if x)
-    return Step(op, state_dtypes(states), results, may_widen=may_widen, run=run, plan_key=())
+    return OpPlan(op, state_dtypes(states), results, may_widen=may_widen, run=run, plan_key=())
 
 
 def _state_of_move(op: Op, state: State) -> State:
@@ -223,20 +223,20 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _update(op: Op, states: States, region: Region) -> Step:
+def _update(op: Op, states: States, region: Region) -> OpPlan:
     array = states[0]
     if array is None:
         return plan_as_traced(op, states)
     floats = float_states(states)
     accumulates = op.name in ACCUMULATES
     # Zeros to write into are float32 only because the function was traced in float32.
-    if not accumulates and (array.kind is Kind.LOW or array.value is not None):
+    if not accumulates and (array.strength is Strength.LOW or array.value is not None):
         result = combined_state([state.whole() for state in floats], region.low)
-        step = _plan_with_result(op, states, result, region)
-        step.may_widen = False
-        return step
-    result = State(max(array.kind, float32_state(floats).kind), FLOAT32)
-    return uniform_step(op, states, result)
+        op_plan = _plan_with_result(op, states, result, region)
+        op_plan.may_widen = False
+        return op_plan
+    result = State(max(array.strength, float32_state(floats).strength), FLOAT32)
+    return uniform_plan(op, states, result)
 
 
 def has_own_program(op: Op) -> bool:
@@ -245,27 +245,27 @@ def has_own_program(op: Op) -> bool:
     return program is not None and bool(program.eqns)
 
 
-def adapt_scatter(step: Step) -> Step:
+def adapt_scatter(op_plan: OpPlan) -> OpPlan:
     """Traces the program in the params of a scatter again, in the scatter's new dtype."""
-    op = step.op
-    if op.name not in _COMBINE or op.params["update_jaxpr"] is None or step.in_dtypes[0] is None:
-        return step
-    number = jax.ShapeDtypeStruct((), step.in_dtypes[0])
+    op = op_plan.op
+    if op.name not in _COMBINE or op.params["update_jaxpr"] is None or op_plan.in_dtypes[0] is None:
+        return op_plan
+    number = jax.ShapeDtypeStruct((), op_plan.in_dtypes[0])
     program = compat.trace(_COMBINE[op.name], [number, number])
-    step.params["update_jaxpr"] = compat.without_consts(program)
-    return step
+    op_plan.params["update_jaxpr"] = compat.without_consts(program)
+    return op_plan
 
 
-def _rule_lower(op: Op, states: States, region: Region) -> Step:
+def _rule_lower(op: Op, states: States, region: Region) -> OpPlan:
     if op.name in CONTRACTIONS:
         return plan_product(op, states, region)
-    return uniform_step(op, states, State(Kind.LOW, region.low))
+    return uniform_plan(op, states, State(Strength.LOW, region.low))
 
 
 _OWN_16_BITS = "operands have 16 bits in the function itself"
 
 
-def plan_product(op: Op, states: States, region: Region) -> Step:
+def plan_product(op: Op, states: States, region: Region) -> OpPlan:
     """Plans a product: low operands and a low result, unless the program asks for more."""
     params = op.params
     operands = float_states(states[:2])
@@ -274,9 +274,9 @@ def plan_product(op: Op, states: States, region: Region) -> Step:
         return plan_as_traced(op, states)
     returned = op.out_avals[0].dtype
     if all(dtype in HALVES for dtype in traced):  # the user's own dtypes
-        step = plan_as_traced(op, states)
-        step.not_float8 = _OWN_16_BITS if region.products is not None else None
-        return step
+        op_plan = plan_as_traced(op, states)
+        op_plan.not_float8 = _OWN_16_BITS if region.products is not None else None
+        return op_plan
     # The program asked for another dtype by `preferred_element_type`.
     if not {*traced, returned} <= {FLOAT32, region.low}:
         return plan_as_traced(op, states)
@@ -286,42 +286,42 @@ def plan_product(op: Op, states: States, region: Region) -> Step:
         return plan_as_traced(op, states)
     sources = tuple(region.float32_gradients and is_weight(state) for state in operands)
     materialized = Materialized.YES if any(map(is_weight, operands)) else Materialized.SCORES
-    step = Step(
+    op_plan = OpPlan(
         op,
         [region.low, region.low, *[None] * (len(states) - 2)],
-        [State(Kind.LOW, region.low, materialized=materialized)],
+        [State(Strength.LOW, region.low, materialized=materialized)],
         params={"preferred_element_type": region.low},
         sources=sources,
         # GPUs have no convolutions of 16 bits that return float32, nor ragged products.
         may_widen=op.name == DOT,
     )
-    return _plan_float8(step, operands, region)
+    return _plan_float8(op_plan, operands, region)
 
 
-def _plan_float8(step: Step, operands: list[State], region: Region) -> Step:
+def _plan_float8(op_plan: OpPlan, operands: list[State], region: Region) -> OpPlan:
     """Gives a product with a weight the recipe of its region, or the reason why it gets none."""
     weights = [i for i, state in enumerate(operands) if is_weight(state)]
     if not weights or (region.products is None and region.exclusion is None):
-        return step
+        return op_plan
     # An updated weight is firm, but so is a float32 stream: an argument comes before both.
-    arguments = [i for i in weights if operands[i].kind is Kind.WEAK]
-    op, parameter = step.op, (arguments or weights)[-1]
+    arguments = [i for i in weights if operands[i].strength is Strength.WEAK]
+    op, parameter = op_plan.op, (arguments or weights)[-1]
     if len(weights) == 2 and not arguments:
-        step.not_float8 = "neither operand is made of arguments alone"
+        op_plan.not_float8 = "neither operand is made of arguments alone"
     elif region.products is None:
-        step.not_float8 = region.exclusion
+        op_plan.not_float8 = region.exclusion
     elif op.name != DOT:
-        step.not_float8 = op.name
+        op_plan.not_float8 = op.name
     else:
         reason = why_not_float8(op.params, op.in_avals, region.products, parameter)
-        step.not_float8 = reason
-        step.float8 = (region.products, parameter) if reason is None else None
-    if step.float8 is not None:
-        step.sources, step.may_widen = (), False
+        op_plan.not_float8 = reason
+        op_plan.float8 = (region.products, parameter) if reason is None else None
+    if op_plan.float8 is not None:
+        op_plan.sources, op_plan.may_widen = (), False
         # Weights are rounded to float8 once, and not to 16 bits before.
-        pairs = enumerate(step.in_dtypes)
-        step.in_dtypes = [FLOAT32 if i in weights else dtype for i, dtype in pairs]
-    return step
+        pairs = enumerate(op_plan.in_dtypes)
+        op_plan.in_dtypes = [FLOAT32 if i in weights else dtype for i, dtype in pairs]
+    return op_plan
 
 
 def asks_for_precision(precision: Any) -> bool:
@@ -333,21 +333,21 @@ def asks_for_precision(precision: Any) -> bool:
     return precision is not lax.Precision.DEFAULT
 
 
-def ask_for_precision(step: Step, precision: str | None) -> Step:
+def ask_for_precision(op_plan: OpPlan, precision: str | None) -> OpPlan:
     """Sets the precision of a product that runs in float32, unless it names one itself."""
-    op = step.op
+    op = op_plan.op
     if precision is None or op.name not in CONTRACTIONS or is_own(op.params.get("precision")):
-        return step
-    if step.float8 is not None:
-        return step
-    pairs = zip(step.in_dtypes[:2], op.in_avals, strict=False)
+        return op_plan
+    if op_plan.float8 is not None:
+        return op_plan
+    pairs = zip(op_plan.in_dtypes[:2], op.in_avals, strict=False)
     if any((dtype or aval.dtype) == FLOAT32 for dtype, aval in pairs):
         param = as_param(precision, algorithms=op.name not in WITHOUT_ALGORITHMS)
-        step.params["precision"] = (param, param) if isinstance(param, lax.Precision) else param
-    return step
+        op_plan.params["precision"] = (param, param) if isinstance(param, lax.Precision) else param
+    return op_plan
 
 
-RULES: dict[OpClass, Callable[[Op, States, Region], Step]] = {
+PLANNERS: dict[OpClass, Callable[[Op, States, Region], OpPlan]] = {
     OpClass.LOWER: _rule_lower,
     OpClass.FLOAT32: _float32,
     OpClass.SUM: _float32,

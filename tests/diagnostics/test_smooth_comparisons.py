@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxmp._program.program import read
-from jaxmp._tools.diagnostics.steps import Steps
+from jaxmp._tools.diagnostics.smooth_comparisons import SmoothComparisons
 from jaxmp.diagnostics import sensitivity
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -20,7 +20,7 @@ WS = [jax.random.normal(key, (64, 64)) / 8 for key in jax.random.split(jax.rando
 
 def run(fun: Any, *arrays: Any, unit: float | None = 2.0**-8) -> list[Any]:
     closed = jax.make_jaxpr(fun)(*arrays)
-    return Steps(unit).run(read(closed), list(arrays))
+    return SmoothComparisons(unit).run(read(closed), list(arrays))
 
 
 def everywhere(x: Any) -> Any:

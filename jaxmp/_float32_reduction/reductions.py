@@ -34,7 +34,7 @@ from jaxmp._primitives.mixed_product import detach, product, with_derivatives
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
 from jaxmp._program import compat
-from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.evaluate import Cells, Interpreter, evaluate
 from jaxmp._program.op_classes import (
     ADDS,
     CLASSES,
@@ -59,10 +59,10 @@ _ARITHMETIC = _ELEMENTWISE | {OpClass.SUM}
 
 def with_float32_gradients(closed: core.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
     """Runs a program; the results that are made of params are marked as such."""
-    return evaluate(read(closed), arguments, _Rules())
+    return evaluate(read(closed), arguments, _Reduction())
 
 
-class _Rules(Rules[Value]):
+class _Reduction(Interpreter[Value]):
     """Computes what was traced; values that are made of params have a float32 array too."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _Rules(Rules[Value]):
             # An added value may be an activation, which is not laid out as the params are. A factor
             # is more likely a mask or a scale.
             values = [value.in_place() for value in values]
-        rule = RULES.get(name)
+        rule = REDUCTIONS.get(name)
         if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
             rule = _arithmetic
         if name in CUSTOM_DERIVATIVES:
@@ -341,7 +341,7 @@ def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     return [value._replace(array=array, source=source)]
 
 
-RULES: dict[str, Rule] = {
+REDUCTIONS: dict[str, Rule] = {
     "convert_element_type": _convert,
     "held": _hold,
     "float8_encode": _float8_encode,
