@@ -133,7 +133,7 @@ def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: All
     program = read_for_plan(jaxpr)
     known = dict(zip(program.inputs, arguments, strict=True))
     known |= {number: argument_state(program.avals[number]) for number, _ in program.consts}
-    states = list(map(known.get, range(len(program.avals))))
+    states = [known.get(number) for number in range(len(program.avals))]
     # For each value, whether a backward pass made it. Not tracked inside a backward program.
     # Shapes do not tell: under `vmap`, MAML adds a batched update to a param, and a layer adds a
     # bias to a batch, with the same two shapes.
@@ -159,19 +159,16 @@ def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: All
     op_plans, cast_back = [], casts_back(program)
     multiplied = {x for op in program.ops if op.name in CONTRACTIONS for x in numbers(op.inputs)}
     for op in program.ops:
-        names = (*context.prefix, *scopes(op.stack))
+        names, operands = (*context.prefix, *scopes(op.stack)), operands_of(op)
         region = context.regions.of(names)
-        operands = operands_of(op)
-        op_plan = ask_for_precision(
-            _step(op, operands, context, region, cast_back), region.precision
-        )
+        planned = _plan_op(op, operands, context, region, cast_back)
+        op_plan = ask_for_precision(planned, region.precision)
         is_float16 = op.name in CONTRACTIONS and _FLOAT16 in op_plan.in_dtypes
         is_gradient = in_backward or are_inside[op.number]
         if is_gradient and is_float16 and SCALED not in names:
             context.unscaled.append(op)
         if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
-            # These are the weights of an ensemble, and not a bias.
-            # As biases, they would be updated in 16 bits when the ensemble trains.
+            # Weights of an ensemble: a bias would be updated in 16 bits when the ensemble trains.
             op_plan.results = [state and state.whole() for state in op_plan.results]
         settle(op_plan, operands)
         op_plans.append(op_plan)
@@ -183,9 +180,8 @@ def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: All
             op_plan.results = operands
         elif op_plan.replan is not None and _widened(op_plan, operands):
             wanted = look_ahead.wanted.get(op_plan.op.number, ())
-            op_plan = op_plans[op_plan.op.number] = op_plan.replan(
-                states=operands, results_in=wanted
-            )
+            op_plan = op_plan.replan(states=operands, results_in=wanted)
+            op_plans[op_plan.op.number] = op_plan
         settle(op_plan, operands)
     results = list(map(state_of, program.outputs))
     for op_plan in op_plans:
@@ -233,7 +229,7 @@ def is_backward(stack: Any) -> bool:
     return "transpose(" in str(stack)
 
 
-def _step(
+def _plan_op(
     op: Op, states: States, context: PlanContext, region: Region, cast_back: Collection[int]
 ) -> OpPlan:
     functions = (*context.functions, *op.functions)
