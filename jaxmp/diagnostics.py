@@ -1,6 +1,7 @@
 """Tools that say before a run what it will cost, and during it which operation overflows."""
 
 from jaxmp._numerics.histograms import histograms as histograms
+from jaxmp._numerics.removed_names import without as _without
 from jaxmp._tools.diagnostics.activation_histograms import (
     activation_histograms as activation_histograms,
 )
@@ -17,7 +18,6 @@ from jaxmp._tools.diagnostics.underflow_report import (
     underflow_report as underflow_report,
 )
 from jaxmp._tools.planning.absent_devices import absent_devices as absent_devices
-from jaxmp._tools.planning.benchmark import benchmark as benchmark
 from jaxmp._tools.planning.devices import (
     DEVICES as DEVICES,
     Device as Device,
@@ -25,3 +25,8 @@ from jaxmp._tools.planning.devices import (
     find_device as find_device,
 )
 from jaxmp._tools.planning.memory_plan import memory_plan as memory_plan
+
+__getattr__ = _without(
+    "jaxmp.diagnostics",
+    {"benchmark": "time.perf_counter() around a few steps, with jax.block_until_ready(step(...))"},
+)

@@ -1,4 +1,4 @@
-"""`jaxmp plan` and `bench`: what they hand on, and their exit codes."""
+"""`jaxmp plan`: what it hands on, and its exit codes."""
 
 import json
 import pathlib
@@ -41,9 +41,6 @@ def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
             def step():
                 return (lambda state, batch: state), (State(), jnp.ones((4, 8)))
-
-            def abstract():
-                return loss_fn, jax.eval_shape(lambda: loss()[1])
         """)
     )
     return path
@@ -87,12 +84,9 @@ def test_plan_of_a_loss(module: pathlib.Path, capsys: Captured) -> None:
         ),
         (["plan", "train.py"], "'train.py' names no program. Write package.module:factory"),
         (["plan", "{module}:step"], "step() returns a step and its state, but this command makes"),
-        (["bench", "{module}:step"], "Write a factory that returns (loss_fn, (params, batch))"),
         (["plan", "8B", "--optimizer", "adamx"], "'adamx' is no optimizer of optax"),
         (["plan", "8B", "--microbatches", "2"], "microbatches would be of a step, and there is"),
-        (["bench", "{module}:one_argument"], "but it has 1 arguments"),
-        (["bench", "{module}:abstract"], "params must be arrays, since steps run"),
-        (["bench", "{module}:loss", "--policies", "mixed_bfloat17"], "mixed_bfloat16"),
+        (["plan", "{module}:loss", "--policy", "mixed_bfloat17"], "mixed_bfloat16"),
     ],
 )
 def test_wrong_use_of_losses_has_code_2(
@@ -102,13 +96,3 @@ def test_wrong_use_of_losses_has_code_2(
     out, err = capsys.readouterr()
     assert said in err
     assert out == ""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("standard_promotion")
-def test_bench_times_the_policies(module: pathlib.Path, capsys: Captured) -> None:
-    how = ["--rounds", "2", "--steps", "1", "--policies", "float32", "bfloat16"]
-    assert main(["bench", f"{module}:loss", *how, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["policy"] for row in rows] == ["float32", "bfloat16"]
-    assert all(len(row["seconds"]) == 2 for row in rows)

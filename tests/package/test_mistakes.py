@@ -213,10 +213,8 @@ def program(): return loss, ({"w": jnp.ones((8, 8))}, jnp.ones((2, 8)))
 
 
 def test_commands(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A function in place of a factory is told what to write; the program may come last."""
+    """A function in place of a factory is told what to write."""
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
     assert main(["plan", f"{file}:loss"]) == 2
     assert "def program(): return loss, (params, x)" in capsys.readouterr().err
-    assert main(["bench", "--policies", "float32", MIXED, f"{file}:loss", "--rounds", "1"]) == 2
-    assert "wants arguments (params, x)" in capsys.readouterr().err  # it was read as the program

@@ -52,6 +52,13 @@ def test_names_that_have_moved_are_found_once_more(name: str) -> None:
     assert name not in dir(jaxmp)
 
 
+@pytest.mark.parametrize("name", ["benchmark"])
+def test_names_that_diagnostics_lost_say_what_to_write(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"diagnostics\.{name} was removed .* Instead: \S"):
+        getattr(jaxmp.diagnostics, name)
+    assert not hasattr(jaxmp.diagnostics, "never_there")
+
+
 def test_names() -> None:
     public = [
         name

@@ -1,4 +1,4 @@
-"""The `jaxmp` command: `doctor`, `plan`, `audit` and `bench`.
+"""The `jaxmp` command: `doctor`, `plan` and `audit`.
 
 `main` parses the arguments and calls a `Command` of the table `COMMANDS` in `commands`. A command
 returns an `Output`: a report, and the text of a failed check. `output` prints it.

@@ -24,7 +24,6 @@ from jaxmp._tools.command.program import (
     loss_of,
 )
 from jaxmp._tools.inspect.api import AuditError, audit
-from jaxmp._tools.planning.benchmark import POLICIES, benchmark
 from jaxmp._tools.planning.devices import find_device
 from jaxmp._tools.planning.memory_plan import memory_plan
 from jaxmp._training.compact_state import Moments
@@ -210,15 +209,6 @@ def _flag(text: str) -> dict[str, Any]:
     return {"help": text, "action": "store_true"}
 
 
-_PROGRAM = {"metavar": "PROGRAM", "help": f"such as train.py:step: {HOW_TO_NAME}"}
-_LOSS = {
-    "metavar": "PROGRAM",
-    "help": f"such as train.py:loss: {HOW_TO_NAME}, here (loss_fn, (params, batch)), with real "
-    "arrays and without a policy of its own",
-}
-_HAS_AUX = _flag("the loss returns (loss, more)")
-_MICROBATCHES = _option("parts of a batch, one after the other", 1, type=int, metavar="N")
-
 COMMANDS = {
     "doctor": Command(
         _run_doctor,
@@ -267,7 +257,7 @@ COMMANDS = {
                 "such as h100 or v5e; by default the one at hand, and h100 on a CPU",
                 type=device_argument,
             ),
-            "--has-aux": _HAS_AUX,
+            "--has-aux": _flag("the loss returns (loss, more)"),
         },
     ),
     "audit": Command(
@@ -276,7 +266,10 @@ COMMANDS = {
         "Traces a program, without running it, and reports what runs in which dtype: the FLOPs of "
         "products, upcasts by line, casts, and what is kept for the backward pass.",
         {
-            "program": _PROGRAM,
+            "program": {
+                "metavar": "PROGRAM",
+                "help": f"such as train.py:step: {HOW_TO_NAME}",
+            },
             "--html": _option("write the report as a page, too", metavar="PATH"),
             "--lock": _option("write what runs in which dtype, for --check lock=", metavar="PATH"),
             "--compiled": _flag("compile it here, too: collectives and 8-bit products"),
@@ -287,20 +280,6 @@ COMMANDS = {
                 action="append",
                 metavar="NAME=VALUE[,...]",
             ),
-        },
-    ),
-    "bench": Command(
-        lambda program, **options: Output(benchmark(*loss_of(program), **options)),
-        "how fast a model trains under several policies",
-        "Trains a model for a few steps under several policies, in turn, and reports time and "
-        "memory.",
-        {
-            "program": _LOSS,
-            "--policies": _option("ratios are of the first", POLICIES, nargs="+", metavar="POLICY"),
-            "--rounds": _option("turns of each", 5, type=int, metavar="N"),
-            "--steps": _option("of a turn", 5, type=int, metavar="N"),
-            "--microbatches": _MICROBATCHES,
-            "--has-aux": _HAS_AUX,
         },
     ),
 }

@@ -56,8 +56,8 @@ _FORMATS = {
     ),
 }
 _TRY_BOTH = (
-    "train both for a while, compare the losses, and time both with `jaxmp bench`. `jaxmp audit "
-    "PROGRAM --compiled` says what runs in 8 bits."
+    "train both for a while, and compare losses and times. `jaxmp audit PROGRAM --compiled` says "
+    "what runs in 8 bits."
 )
 # The advice on products of 8 bits, by the first of these dtypes that a device multiplies.
 _EIGHT_BITS = {

@@ -60,12 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: for `--help`, and for arguments that the parser does not know, with code 2.
     """
     whole = parser()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if "--policies" in argv:  # which takes all that follow, and maybe the program
-        follow = argv[argv.index("--policies") :]
-        if program := next((word for word in follow if ":" in word and "=" not in word), None):
-            argv.remove(program)
-            argv.insert(1, program)
     namespace, unknown = whole.parse_known_args(argv)
     values = vars(namespace)
     name, error = values.pop("command"), values.pop("error", whole.error)

@@ -1,8 +1,7 @@
-"""Plans memory, and times steps, before a long run.
+"""Plans memory before a long run.
 
 `memory_plan` makes the train step with abstract arguments (`planned_step`), compiles it for a
 device that need not be here (`absent_devices`), and returns a `MemoryPlan` (`memory_rows`).
-`benchmark` runs real steps under several policies.
 
 Read `memory_plan` first. `devices` is the table of devices, from the data sheets of their makers: a
 new device is a line of `_TABLE`. To compile for it too, a TPU needs an entry in `_TOPOLOGIES` and a
