@@ -20,13 +20,15 @@ from jaxmp._tools.diagnostics.underflow_report import (
 from jaxmp._tools.planning.absent_devices import absent_devices as absent_devices
 from jaxmp._tools.planning.devices import (
     DEVICES as DEVICES,
-    Device as Device,
-    Peaks as Peaks,
     find_device as find_device,
 )
 from jaxmp._tools.planning.memory_plan import memory_plan as memory_plan
 
 __getattr__ = _without(
     "jaxmp.diagnostics",
-    {"benchmark": "time.perf_counter() around a few steps, with jax.block_until_ready(step(...))"},
+    {
+        "Device": 'jaxmp.diagnostics.find_device("h100"), which returns one',
+        "Peaks": 'jaxmp.diagnostics.find_device("h100").peaks',
+        "benchmark": "time.perf_counter() around steps that jax.block_until_ready(...) waits for",
+    },
 )

@@ -111,16 +111,13 @@ class Recipe:
         is_read = of_weight or self.weight_gradient != _BFLOAT16
         return self.granularity == "tensor" and is_read
 
-    def why_not(
-        self, rows: int, summed: int, columns: int, platform: str | None = None
-    ) -> str | None:
+    def why_not(self, rows: int, summed: int, columns: int) -> str | None:
         """Returns why a product of these sizes is left out; None if it is not.
 
         Args:
           rows: the size of the other operand, without the summed dimensions (M).
           summed: the size of the summed dimensions (K).
           columns: the size of the weight, without the summed dimensions (N).
-          platform: `"gpu"`, `"tpu"` or `"cpu"`; by default that of this process.
 
         >>> Recipe().why_not(4096, 512, 50257)
         'N = 50257 is no multiple of 16'
@@ -142,7 +139,7 @@ class Recipe:
             "row": columns <= 2048 or summed <= 1024 or (columns <= 4096 and summed <= 2048),
             "block": False,
         }[self.granularity]
-        if is_slow and self.minimum == "auto" and (platform or jax.default_backend()) == "gpu":
+        if is_slow and self.minimum == "auto" and jax.default_backend() == "gpu":
             return f"K = {summed}, N = {columns} is slower in 8 bits"
         return None
 

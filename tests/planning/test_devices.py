@@ -1,5 +1,6 @@
 """The table of devices: what names and kinds find, and that its rates hang together."""
 
+import pathlib
 import types
 
 import jax
@@ -59,7 +60,6 @@ def test_narrower_operands_are_never_slower(name: str) -> None:
     """A slip in the table, such as a column too far, would break the order of the rates."""
     device = DEVICES[name]
     rates = [
-        device.peaks.of("float64"),
         device.peaks.of("float32", "highest"),
         device.peaks.of("float32"),
         device.peaks.of("float16"),
@@ -76,11 +76,9 @@ def test_what_a_device_does_not_multiply_runs_wider() -> None:
     v100, a100, v5e = (DEVICES[name].peaks for name in ("v100", "a100", "v5e"))
     assert v100.of("bfloat16") == v100.of("float32") == v100.float32
     assert a100.of("float8_e4m3fn") == a100.bfloat16
-    assert a100.of("complex64") == a100.tensorfloat32
+    assert a100.of("float64") == a100.float32
     assert v5e.of("float8_e5m2") == v5e.bfloat16
     assert v5e.of("int8") == 2 * v5e.bfloat16
-    assert DEVICES["mi300x"].peaks.native("float8_e4m3fn") is False
-    assert DEVICES["l4"].peaks.native("float8_e5m2") is True
 
 
 def test_three_passes_of_a_tpu_take_three_times_as_long() -> None:
@@ -89,13 +87,21 @@ def test_three_passes_of_a_tpu_take_three_times_as_long() -> None:
     assert h100.of("float32", "high") == h100.tensorfloat32  # a GPU has no such passes
 
 
-def test_multiples() -> None:
-    assert [DEVICES["h100"].multiple(d) for d in ("float32", "float16", "float8_e5m2")] == [
-        4,
-        8,
-        16,
-    ]
-    assert DEVICES["v6e"].multiple("bfloat16") == 128
+def test_the_table_of_formats_says_what_devices_multiply() -> None:
+    """The page for users, by the rates of the data sheets."""
+    page = (pathlib.Path(__file__).parents[2] / "docs/faq.md").read_text()
+    table = page.partition("| device |")[2].partition("\n\n")[0]
+    found = {}
+    for row in table.splitlines()[2:]:
+        names, policies, codes = row.strip("| ").split(" | ")
+        for name in names.removeprefix("TPU ").split(", "):
+            found[name.lower()] = (policies.partition('"')[2].partition('"')[0], codes)
+    found["b200"] = (found["h200"][0], found["b200"][1])  # "the same"
+    for name in DEVICES.keys() & found.keys():
+        peaks, (policy, codes) = DEVICES[name].peaks, found[name]
+        assert policy == ("mixed_bfloat16" if peaks.bfloat16 else "mixed_float16"), name
+        assert ("float8" in codes, "int8" in codes) == (peaks.float8 > 0, peaks.int8 > 0), name
+    assert len(DEVICES.keys() & found.keys()) == 17
 
 
 @pytest.mark.parametrize(("name", "optin"), [("t4", 65536), ("a100", 166912), ("b200", 232448)])

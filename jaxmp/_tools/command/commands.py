@@ -141,8 +141,8 @@ def recompute_argument(text: str) -> Mode | float:
     return option
 
 
-def _run_doctor(**options: Any) -> Output:
-    report = diagnose(**options)
+def _run_doctor() -> Output:
+    report = diagnose()
     return Output(report, report.failure)
 
 
@@ -200,8 +200,7 @@ def _run_audit(
 
 
 def _option(text: str, default: Any = None, **options: Any) -> dict[str, Any]:
-    by_default = " ".join(default) if isinstance(default, (list, tuple)) else default
-    text += f"; by default {by_default}" if by_default else ""
+    text += f"; by default {default}" if default else ""
     return {"help": text, "default": default, **options}
 
 
@@ -212,21 +211,10 @@ def _flag(text: str) -> dict[str, Any]:
 COMMANDS = {
     "doctor": Command(
         _run_doctor,
-        "devices, dtypes, settings, and the format to train in",
-        "Says what this machine has: versions, devices, which dtypes they multiply, and the "
-        "settings that change dtypes. Then which format to train in, and why; and for sizes of "
-        "products, what to pad. Exit code 1 if JAX has no device, or a compiler that computes "
-        "wrongly.",
-        {
-            "--shapes": _option(
-                "sizes of products, rows x summed x columns, such as 4096x1024x50257; or a "
-                "program, for all of its products",
-                [],
-                nargs="+",
-                metavar="MxKxN",
-            ),
-            "--device": _option("advise for this one, such as h100 or v5e", type=device_argument),
-        },
+        "versions, devices, and settings that change dtypes",
+        "Says what this machine has: versions, devices, and the settings that change dtypes. Exit "
+        "code 1 if JAX has no device, or a compiler that computes wrongly.",
+        {},
     ),
     "plan": Command(
         _run_plan,

@@ -11,7 +11,6 @@ import jax
 
 from jaxmp._program.compat import may_sum_bfloat16_wrongly
 from jaxmp._program.cpu_compiler import WRONG_SUMS, sums_wrongly
-from jaxmp._tools.planning.devices import Device, find_device
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "optax", "jmp", "numpy", "ml_dtypes")
 # The libraries of the adapters, and the compilers and drivers of devices: listed if installed.
@@ -45,40 +44,6 @@ class Machine:
     compute_capability: str
     runtime: str
     sums_wrongly: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of one of them in a sentence."""
-        return "this CPU" if self.platform == "cpu" else self.kind
-
-    @property
-    def known(self) -> Device | None:
-        """The device in the table of devices; None if the table does not have it."""
-        try:
-            return find_device(self.kind)
-        except ValueError:
-            return None
-
-    def multiplies(self, dtype: str) -> bool | None:
-        """Whether products of a dtype run without widening it first; None if it is not known."""
-        # Some CPUs multiply 16 bits, and JAX does not say which.
-        if self.platform == "cpu":
-            return {"float32": True, "float8_e4m3fn": False, "int8": False}.get(dtype)
-        if self.known is not None:
-            return self.known.peaks.native(dtype)
-        # NVIDIA GPUs that are not in the table; "gfx942" of an AMD GPU has no dot.
-        major, dot, minor = self.compute_capability.partition(".")
-        if dtype in _CAPABILITIES and dot and (major + minor).isdecimal():
-            return (int(major), int(minor)) >= _CAPABILITIES[dtype]
-        return None
-
-
-# The first compute capability whose tensor cores multiply a dtype: NVIDIA, CUDA programming guide,
-# 2025.
-_CAPABILITIES = {
-    **{"float32": (0, 0), "float16": (7, 0), "bfloat16": (8, 0)},
-    **{"float8_e4m3fn": (8, 9), "int8": (7, 5)},
-}
 
 
 def this_machine() -> Machine:

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         )
         for argument, options in command.arguments.items():
             subparser.add_argument(argument, **options)
-        # Positional arguments come first: an option with several values would take them as its own.
+        # Positional arguments stand first.
         first = [word["metavar"] for key, word in command.arguments.items() if key[0] != "-"]
         subparser.usage = " ".join([subparser.prog, *first, "[options]"])
         subparser.set_defaults(error=subparser.error)

@@ -29,7 +29,6 @@ class Peaks(NamedTuple):
       float16: float16 operands, summed in float32.
       float8: float8_e4m3fn and float8_e5m2 operands.
       int8: 8-bit integers.
-      float64: float64 operands.
     """
 
     float32: float
@@ -38,22 +37,12 @@ class Peaks(NamedTuple):
     float16: float = 0.0
     float8: float = 0.0
     int8: float = 0.0
-    float64: float = 0.0
-
-    def native(self, dtype: DTypeLike) -> bool:
-        """Whether operands of this dtype are multiplied without widening them first.
-
-        >>> h100, v5e = DEVICES["h100"].peaks, DEVICES["v5e"].peaks
-        >>> h100.native("float8_e4m3fn"), v5e.native("float8_e4m3fn"), v5e.native("bfloat16")
-        (True, False, True)
-        """
-        return self._by_dtype(jnp.dtype(dtype).name) > 0
 
     def of(self, dtype: DTypeLike, precision: str | None = None) -> float:
         """The rate at which products of these operands run, in FLOP/s.
 
         Operands that a device does not multiply are widened to the next dtype that it does: float8
-        to bfloat16, 16 bits to float32. float64 without a rate of its own counts as exact float32.
+        to bfloat16, 16 bits to float32. Wider ones count as exact float32.
 
         Args:
           dtype: of the operands, of the wider one if they differ.
@@ -67,7 +56,7 @@ class Peaks(NamedTuple):
         6.0
         """
         name = jnp.dtype(dtype).name
-        if rate := self._by_dtype("float32" if name == "complex64" else name, precision):
+        if rate := self._by_dtype(name, precision):
             return rate
         if jnp.dtype(dtype).itemsize == 1 and max(self.bfloat16, self.float16):
             return self.bfloat16 or self.float16
@@ -83,7 +72,7 @@ class Peaks(NamedTuple):
             return self.float32 if precision in _EXACT else self.tensorfloat32
         if name in _FLOAT8:
             return self.float8
-        return float(self._asdict().get({"uint8": "int8"}.get(name, name), 0.0))
+        return float(self._asdict().get(name, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,20 +96,6 @@ class Device:
     bandwidth: float
     peaks: Peaks
     aliases: tuple[str, ...] = ()
-
-    def multiple(self, dtype: DTypeLike) -> int:
-        """Returns the number of which sizes of a product should be multiples, or tiles are padded.
-
-        For GPUs: 16 bytes, the alignment that tensor cores want of each row (NVIDIA, "Matrix
-        multiplication background", 2023), and 16 numbers for float8, without which cuBLAS pads.
-        For TPUs: 128, the lanes of a register and the side of the matrix unit.
-
-        >>> DEVICES["h100"].multiple("bfloat16"), DEVICES["h100"].multiple("float8_e4m3fn")
-        (8, 16)
-        >>> DEVICES["v5e"].multiple("float32")
-        128
-        """
-        return 128 if self.platform == "tpu" else max(1, 16 // jnp.dtype(dtype).itemsize)
 
 
 _GIB = 2**30
@@ -173,31 +148,31 @@ _BFLOAT16_FLOAT8 = Peaks(1 / 6, 1, 1, float8=2)
 # The more special kind stands before the more general one: the first that matches counts.
 _TABLE = (
     # NVIDIA V100 data sheet, 2020: SXM2. No bfloat16, no TF32.
-    _gpu("v100", r"V100", 32, 900, Peaks(15.7, 15.7, 0, 125, 0, 0, 7.8)),
+    _gpu("v100", r"V100", 32, 900, Peaks(15.7, 15.7, 0, 125, 0, 0)),
     # NVIDIA T4 data sheet, 2019.
-    _gpu("t4", r"T4", 16, 320, Peaks(8.1, 8.1, 0, 65, 0, 130, 0.25)),
+    _gpu("t4", r"T4", 16, 320, Peaks(8.1, 8.1, 0, 65, 0, 130)),
     # NVIDIA A100 data sheet, 2021.
-    _gpu("a100-40gb", r"A100.*40GB", 40, 1555, Peaks(19.5, 156, 312, 312, 0, 624, 19.5)),
-    _gpu("a100", r"A100", 80, 2039, Peaks(19.5, 156, 312, 312, 0, 624, 19.5), "a100-80gb"),
+    _gpu("a100-40gb", r"A100.*40GB", 40, 1555, Peaks(19.5, 156, 312, 312, 0, 624)),
+    _gpu("a100", r"A100", 80, 2039, Peaks(19.5, 156, 312, 312, 0, 624), "a100-80gb"),
     # NVIDIA A10 data sheet, 2021; the A10G of Amazon's g5 has 70 of its 125 TFLOP/s.
-    _gpu("a10g", r"A10G", 24, 600, Peaks(31.5, 35, 70, 70, 0, 140, 0.49)),
-    _gpu("a10", r"A10", 24, 600, Peaks(31.2, 62.5, 125, 125, 0, 250, 0.49)),
+    _gpu("a10g", r"A10G", 24, 600, Peaks(31.5, 35, 70, 70, 0, 140)),
+    _gpu("a10", r"A10", 24, 600, Peaks(31.2, 62.5, 125, 125, 0, 250)),
     # NVIDIA L4 and L40S data sheets, 2023, halved where they count sparsity.
-    _gpu("l4", r"L4", 24, 300, Peaks(30.3, 60, 121, 121, 242.5, 242.5, 0.49)),
-    _gpu("l40s", r"L40S", 48, 864, Peaks(91.6, 183, 362, 362, 733, 733, 1.4)),
+    _gpu("l4", r"L4", 24, 300, Peaks(30.3, 60, 121, 121, 242.5, 242.5)),
+    _gpu("l40s", r"L40S", 48, 864, Peaks(91.6, 183, 362, 362, 733, 733)),
     # NVIDIA Ada architecture paper, 2022: sums in float32.
-    _gpu("rtx4090", r"RTX 4090", 24, 1008, Peaks(82.6, 82.6, 165.2, 165.2, 330.3, 660.6, 1.3)),
+    _gpu("rtx4090", r"RTX 4090", 24, 1008, Peaks(82.6, 82.6, 165.2, 165.2, 330.3, 660.6)),
     # NVIDIA H100 data sheet, 2023, and that of the GH200, halved where they count sparsity.
-    _gpu("h100-pcie", r"H100 PCIe", 80, 2000, Peaks(51, 378, 756, 756, 1513, 1513, 51)),
-    _gpu("h100-nvl", r"H100 NVL", 94, 3900, Peaks(60, 417.5, 835, 835, 1670, 1670, 60)),
-    _gpu("h100", r"H100", 80, 3350, Peaks(67, 494.7, 989.4, 989.4, 1978.9, 1978.9, 67), "h100-sxm"),
-    _gpu("gh200", r"GH200", 96, 4000, Peaks(67, 494.7, 989.4, 989.4, 1978.9, 1978.9, 67)),
+    _gpu("h100-pcie", r"H100 PCIe", 80, 2000, Peaks(51, 378, 756, 756, 1513, 1513)),
+    _gpu("h100-nvl", r"H100 NVL", 94, 3900, Peaks(60, 417.5, 835, 835, 1670, 1670)),
+    _gpu("h100", r"H100", 80, 3350, Peaks(67, 494.7, 989.4, 989.4, 1978.9, 1978.9), "h100-sxm"),
+    _gpu("gh200", r"GH200", 96, 4000, Peaks(67, 494.7, 989.4, 989.4, 1978.9, 1978.9)),
     # NVIDIA H200 data sheet, 2024.
-    _gpu("h200", r"H200", 141, 4800, Peaks(67, 494.7, 989.4, 989.4, 1978.9, 1978.9, 67)),
+    _gpu("h200", r"H200", 141, 4800, Peaks(67, 494.7, 989.4, 989.4, 1978.9, 1978.9)),
     # NVIDIA DGX B200 data sheet, 2024, an eighth, halved where it counts sparsity.
-    _gpu("b200", r"G?B200", 180, 8000, Peaks(75, 1125, 2250, 2250, 4500, 4500, 37), "gb200"),
+    _gpu("b200", r"G?B200", 180, 8000, Peaks(75, 1125, 2250, 2250, 4500, 4500), "gb200"),
     # AMD MI300X data sheet, 2023. Its float8 is e4m3fnuz, which is another dtype.
-    _gpu("mi300x", r"MI300X", 192, 5300, Peaks(163.4, 163.4, 1307.4, 1307.4, 0, 2614.9, 163.4)),
+    _gpu("mi300x", r"MI300X", 192, 5300, Peaks(163.4, 163.4, 1307.4, 1307.4, 0, 2614.9)),
     # Google Cloud TPU system architecture pages, 2021 to 2025. Halves of a chip, where JAX has two.
     _tpu("v3", r"TPU v3", 16, 450, 61.5, _BFLOAT16, "tpuv3"),
     _tpu("v4", r"TPU v4", 32, 1200, 275, _BFLOAT16, "tpuv4"),
