@@ -13,7 +13,6 @@ from jaxmp.diagnostics import (
     compare,
     find_overflow,
     log_prob_gap,
-    overflow_report,
     plot_histograms,
     scalars,
     sensitivity,
@@ -32,14 +31,12 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
     "compare": lambda x: compare(loss_fn, loss_fn, X, x),
     "find_overflow": lambda x: find_overflow(loss_fn, X, x),
     "log_prob_gap": lambda x: log_prob_gap(-X, x),
-    "overflow_report": lambda x: overflow_report({"x": x}),
     "plot_histograms": lambda x: plot_histograms({"x": x}),
     "scalars": lambda x: scalars({"x": x[0, 0] if isinstance(x, jax.Array) else x}),
     "sensitivity": lambda x: sensitivity(loss_fn, X, x),
     "underflow_report": lambda x: underflow_report({"x": x}),
 }
 SCALED: dict[str, Callable[[Any], Any]] = {
-    "overflow_report": lambda scale: overflow_report(X, loss_scale=scale),
     "plot_histograms": lambda scale: plot_histograms(X, loss_scale=scale),
     "sensitivity": lambda scale: sensitivity(loss_fn, X, X, loss_scale=scale),
     "underflow_report": lambda scale: underflow_report(X, loss_scale=scale),

@@ -66,10 +66,10 @@ class UnderflowRow:
 
 @dataclasses.dataclass(frozen=True)
 class UnderflowReport(TableReport):
-    """The losses of all arrays in a format, those that lose most first. Prints as a table.
+    """The losses of all arrays in a format. Prints as a table.
 
     Attributes:
-      rows: one for each array.
+      rows: one for each array: first those with infinities or NaN, then those that lose most.
       total: all arrays together.
       dtype: the format.
       scale: the factor of the numbers.
@@ -111,7 +111,8 @@ def underflow_report(
 ) -> UnderflowReport:
     """Reports what share of each array would become zero, subnormal or infinite in a format.
 
-    A gradient that becomes zero trains nothing, and no overflow shows it. For arrays the shares are
+    A gradient that becomes zero trains nothing, and no overflow shows it. Of a skipped step it says
+    which gradients are infinite or NaN, and how large the others are. For arrays the shares are
     those of a cast. A histogram answers for all formats and scales, nearly as well.
 
     The recommended scale is 2**(e - 3 - m), with e the exponent of the largest number of the format
@@ -165,7 +166,8 @@ def underflow_report(
     rows = [_row_of_array(*column, limits.exponent) for column in columns]
     most = largest.max(initial=0)
     total = _row_of_array("all", "", counts.sum(0), most, sum(below, np.zeros(4)), limits.exponent)
-    rows.sort(key=lambda row: (-row.overflow, -row.flushed, -row.subnormal))
+    # What is broken already comes first.
+    rows.sort(key=lambda x: (not (x.infinite or x.nan), -x.overflow, -x.flushed, -x.subnormal))
     return UnderflowReport(tuple(rows), total, format_dtype.name, scale)
 
 
