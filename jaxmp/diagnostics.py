@@ -9,7 +9,7 @@ from jaxmp._tools.diagnostics.compare import compare as compare
 from jaxmp._tools.diagnostics.find_overflow import find_overflow as find_overflow
 from jaxmp._tools.diagnostics.histogram_plot import plot_histograms as plot_histograms
 from jaxmp._tools.diagnostics.log_probs import log_prob_gap as log_prob_gap
-from jaxmp._tools.diagnostics.scalars import ScalarLog as ScalarLog, scalars as scalars
+from jaxmp._tools.diagnostics.scalars import scalar_log as scalar_log, scalars as scalars
 from jaxmp._tools.diagnostics.sensitivity import sensitivity as sensitivity
 from jaxmp._tools.diagnostics.underflow_report import (
     underflow_report as underflow_report,
@@ -26,6 +26,7 @@ __getattr__ = _without(
     {
         "Device": 'jaxmp.diagnostics.find_device("h100"), which returns one',
         "Peaks": 'jaxmp.diagnostics.find_device("h100").peaks',
+        "ScalarLog": "with jaxmp.diagnostics.scalar_log(write) as log: log(step, metrics)",
         "benchmark": "time.perf_counter() around steps that jax.block_until_ready(...) waits for",
         "overflow_report": "jaxmp.diagnostics.underflow_report(grads, loss_scale=...), whose rows "
         "have infinite, nan, largest and overflow",

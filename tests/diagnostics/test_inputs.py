@@ -9,11 +9,11 @@ import pytest
 
 import jaxmp
 from jaxmp.diagnostics import (
-    ScalarLog,
     compare,
     find_overflow,
     log_prob_gap,
     plot_histograms,
+    scalar_log,
     scalars,
     sensitivity,
     underflow_report,
@@ -58,8 +58,11 @@ def test_where_there_are_no_numbers(name: str) -> None:
 
 
 def test_a_log_is_given_numbers() -> None:
-    with pytest.raises(TypeError, match="scalars looks at numbers, and under jit"):
-        jax.jit(lambda x: ScalarLog(print)(0, {"x": x}))(1.0)
+    with (
+        scalar_log(print) as log,
+        pytest.raises(TypeError, match="scalars looks at numbers, and under jit"),
+    ):
+        jax.jit(lambda x: log(0, {"x": x}))(1.0)
 
 
 @pytest.mark.parametrize("name", SCALED)

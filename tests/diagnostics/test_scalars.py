@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp.diagnostics import ScalarLog, histograms, scalars
+from jaxmp.diagnostics import histograms, scalar_log, scalars
 
 pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 POLICY = "mixed_float16"
@@ -93,35 +93,50 @@ class Slow:
 
 def test_a_log_writes_in_order_what_has_arrived() -> None:
     written: list[int] = []
-    log = ScalarLog(lambda step, values: written.append(step))
     first, second = Slow(), Slow()
     second.ready = True
-    log(0, {"x": first})
-    log(1, {"x": second})
-    assert (written, first.fetched) == ([], True)
-    first.ready = True
-    log(2, {"x": Slow()})
-    assert written == [0, 1]
-    log.flush()
+    with scalar_log(lambda step, values: written.append(step)) as log:
+        log(0, {"x": first})
+        log(1, {"x": second})
+        assert (written, first.fetched) == ([], True)
+        first.ready = True
+        log(2, {"x": Slow()})
+        assert written == [0, 1]
     assert written == [0, 1, 2]
+
+
+def test_a_run_that_fails_is_written_to_its_end() -> None:
+    written: list[int] = []
+
+    def run() -> None:
+        with scalar_log(lambda step, values: written.append(step)) as log:
+            log(0, {"x": Slow()})
+            raise KeyError("stopped")
+
+    with pytest.raises(KeyError, match="stopped"):
+        run()
+    assert written == [0]
 
 
 def test_a_log_keeps_so_many_steps() -> None:
     written: list[int] = []
-    with ScalarLog(lambda step, values: written.append(step), most=2) as log:
+    with scalar_log(lambda step, values: written.append(step), most=2) as log:
         for step in range(5):
             log(step, {"x": Slow()})
         assert written == [0, 1, 2]
     assert written == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="most must be at least 1 step, got 0"):
-        ScalarLog(print, most=0)
+    with (
+        pytest.raises(ValueError, match="most must be at least 1 step, got 0"),
+        scalar_log(print, most=0),
+    ):
+        pass
 
 
 def test_a_log_of_a_run() -> None:
     """The zeros of the calls that count nothing are not written."""
     step, state = step_and_state(histograms_every=3)
     written: dict[int, Any] = {}
-    with ScalarLog(written.__setitem__, prefix="train/") as log:
+    with scalar_log(written.__setitem__, prefix="train/") as log:
         for i in range(4):
             state, metrics = step(state, jnp.eye(4))
             log(i, metrics)

@@ -52,7 +52,7 @@ def test_names_that_have_moved_are_found_once_more(name: str) -> None:
     assert name not in dir(jaxmp)
 
 
-@pytest.mark.parametrize("name", ["Device", "Peaks", "benchmark", "overflow_report"])
+@pytest.mark.parametrize("name", ["Device", "Peaks", "ScalarLog", "benchmark", "overflow_report"])
 def test_names_that_diagnostics_lost_say_what_to_write(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"diagnostics\.{name} was removed .* Instead: \S"):
         getattr(jaxmp.diagnostics, name)

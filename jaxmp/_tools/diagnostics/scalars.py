@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
     """Returns metrics as a flat dictionary of Python numbers, as loggers take them.
 
     All arrays are fetched at once; asking each for its number would wait for the device as often.
-    It waits for the step: where that matters, use `ScalarLog`.
+    It waits for the step: where that matters, use `scalar_log`.
 
     Args:
       metrics: a tree of arrays, such as the metrics of `make_train_step`. Booleans become 0 and 1.
@@ -45,14 +45,15 @@ def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
     return _flat_scalars(jax.device_get(_to_fetch(metrics)), prefix)
 
 
-class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
+@contextlib.contextmanager
+def scalar_log(
+    write: Callable[[int, dict[str, Scalar]], Any], *, prefix: str = "", most: int = 100
+) -> Iterator[Callable[[int, PyTree], None]]:
     """Hands metrics to a logger once the device has computed them, so that no step waits.
 
     A loop that reads the loss of each step waits for that step before it sends the next, and the
     device idles. This keeps metrics until their numbers have arrived, which is a step or two later,
-    and hands them on in order.
-
-    Use it as a context, or call `flush` at the end, so that the last ones are written.
+    and hands them on in order. The last ones are written as the block ends.
 
     Args:
       write: called as `write(step, values)` with the number of the step and what `scalars` makes of
@@ -60,55 +61,46 @@ class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
       prefix: what each name begins with.
       most: how many steps may wait to be written; then the oldest is waited for.
 
+    Returns:
+      A context with a function of a step and its metrics. The step is a Python number: the counter
+      of a state is an array. The metrics are a tree of arrays, which may not be donated.
+
     Raises:
       ValueError: if `most` is not at least 1.
 
     >>> import jax.numpy as jnp
-    >>> with ScalarLog(lambda step, values: print(step, values)) as log:
+    >>> with scalar_log(lambda step, values: print(step, values)) as log:
     ...     log(0, {"loss": jnp.float32(0.5)})
     0 {'loss': 0.5}
     """
+    if most < 1:
+        raise ValueError(f"most must be at least 1 step, got {most!r}")
+    waiting: collections.deque[tuple[int, Any]] = collections.deque()
 
-    def __init__(
-        self, write: Callable[[int, dict[str, Scalar]], Any], *, prefix: str = "", most: int = 100
-    ) -> None:
-        if most < 1:
-            raise ValueError(f"most must be at least 1 step, got {most!r}")
-        self._write, self._prefix, self._most = write, prefix, most
-        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+    def write_oldest() -> None:
+        step, numbers = waiting.popleft()
+        write(step, _flat_scalars(jax.device_get(numbers), prefix))
 
-    def __call__(self, step: int, metrics: PyTree) -> None:
-        """Takes the metrics of a step, and writes those that have arrived.
-
-        Args:
-          step: the number of the step, a Python number: the counter of a state is an array.
-          metrics: a tree of arrays, which may not be donated.
-        """
+    def log(step: int, metrics: PyTree) -> None:
         numbers = _to_fetch(metrics)
         # The copies run while the device computes the next step.
         for x in jax.tree.leaves(numbers):
             if hasattr(x, "copy_to_host_async"):
                 x.copy_to_host_async()
-        self._waiting.append((step, numbers))
-
+        waiting.append((step, numbers))
         # In order: the metrics of a step wait for those of the step before.
-        def is_due(oldest: Any) -> bool:
-            arrays = [x for x in jax.tree.leaves(oldest) if hasattr(x, "is_ready")]
-            return len(self._waiting) > self._most or all(x.is_ready() for x in arrays)
+        while waiting and (len(waiting) > most or _have_arrived(waiting[0][1])):
+            write_oldest()
 
-        self._write_while(is_due)
+    try:
+        yield log
+    finally:
+        while waiting:
+            write_oldest()
 
-    def flush(self) -> None:
-        """Waits for all metrics, and writes them."""
-        self._write_while(lambda oldest: True)
 
-    def __exit__(self, *error: object) -> None:
-        self.flush()
-
-    def _write_while(self, is_due: Callable[[Any], bool]) -> None:
-        while self._waiting and is_due(self._waiting[0][1]):
-            step, numbers = self._waiting.popleft()
-            self._write(step, _flat_scalars(jax.device_get(numbers), self._prefix))
+def _have_arrived(numbers: Any) -> bool:
+    return all(x.is_ready() for x in jax.tree.leaves(numbers) if hasattr(x, "is_ready"))
 
 
 def _to_fetch(metrics: PyTree) -> dict[str, Any]:
