@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import hashlib
 import json
 import operator
 import pathlib
@@ -22,43 +21,36 @@ from jaxmp._tools.inspect.equations import Site
 from jaxmp._tools.inspect.rows import Numerics
 from jaxmp._tools.inspect.summarize import Tally
 
-# What makes a value: its module and operation; and the narrowest dtypes that the value had since.
-_Origins = frozenset[tuple[str, str, frozenset[str]]]
+# Of each value that another is made of: the narrowest dtypes that it had since.
+_Origins = frozenset[frozenset[str]]
 # Of a module: pass and kind -> operation -> how often.
 _Content = dict[str, dict[str, int]]
 # The "module" of arguments and results, whose names may change.
 _PROGRAM = "(program)"
-_EXCHANGED = "the same operations, but some exchanged dtypes, or read others than before"
 _MOST_LINES = 20
 
 
 def numerics_rows(tally: Tally, program: Program) -> tuple[Numerics, ...]:
-    """Returns the operations on floats by module, pass and dtypes, and a hash of their order.
+    """Returns the operations on floats by module, pass and dtypes.
 
-    Moves and casts are none. What they change is said where the value is read: the operand
+    Moves and casts get no row; the operand that reads the value shows its narrowest dtype:
     `float32 (bfloat16)` was computed in bfloat16 or rounded to it, and widened.
     """
-    operations: dict[Site, tuple[str, str, str]] = {}
-    rule = functools.partial(_origins_of_results, tally, operations)
+    operations: dict[Site, tuple[str, str]] = {}
+    rule = functools.partial(_origins_of_results, operations)
     question = Question[_Origins](nothing=frozenset(), join=operator.or_, rule=rule)
     avals = [program.avals[number] for number in program.inputs]
-    origins = [_origin_of("", "argument", aval) for aval in avals]
-    results = propagate(program, origins, question, lambda site: site.bodies)
+    results = propagate(program, list(map(_origin_of, avals)), question, lambda site: site.bodies)
     lines: dict[Any, str] = {}
     counts = collections.Counter[tuple[str, Any, str, str]]()
-    edges = collections.defaultdict[tuple[str, str], list[str]](list)
     # JAX drops what nothing reads from jitted functions, and from others not.
     for site in operations_read(program, lambda site: site.bodies):
         if site not in operations:
             continue
-        kind, text, edge = operations[site]
+        kind, text = operations[site]
         place = _module_of(tally.where(site).path), tally.where(site).direction
         counts[*place, kind, text] += 1
         lines.setdefault((*place, kind, text), tally.where(site).line)
-        edges[place].append(edge)
-    for place, texts in edges.items():
-        digest = hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:8]
-        counts[*place, "flow", digest] = 1
     counts.update((_PROGRAM, "", "arguments", str(aval.dtype)) for aval in avals)
     for atom, sources in zip(program.outputs, results, strict=True):
         aval = program.avals[atom] if isinstance(atom, int) else atom.aval
@@ -71,33 +63,30 @@ def _module_of(path: str) -> str:
     return "/".join(name for name in path.split("/") if "->" not in name)
 
 
-def _origin_of(path: str, operation: str, aval: Any) -> _Origins:
-    known = is_inexact(aval)
-    return frozenset([(path, operation, frozenset([str(aval.dtype)]))] if known else [])
+def _origin_of(aval: Any) -> _Origins:
+    return frozenset([frozenset([str(aval.dtype)])] if is_inexact(aval) else [])
 
 
 def _origins_of_results(
-    tally: Tally, operations: dict[Site, Any], site: Site, origins: Sequence[_Origins]
+    operations: dict[Site, tuple[str, str]], site: Site, origins: Sequence[_Origins]
 ) -> list[_Origins]:
     if site.name == "optimization_barrier":
         return list(origins)
-    kind, path = _kind_of(site), _module_of(tally.where(site).path)
-    floats = [x for x in zip(site.in_avals, origins, strict=True) if _is_number(x[0])]
+    kind = _kind_of(site)
     # Operands of sums and elementwise operations may change places; those of products have roles.
-    operands = [_operand_text(aval, sources) for aval, sources in floats]
+    operands = [
+        _operand_text(aval, sources)
+        for aval, sources in zip(site.in_avals, origins, strict=True)
+        if _is_number(aval)
+    ]
     operands = operands if site.name in PRODUCTS else sorted(set(operands))
     dtypes = dict.fromkeys(str(getattr(aval, "dtype", "none")) for aval in site.out_avals)
     text = f"{_operation_name(site)} {' x '.join(operands)} -> {', '.join(dtypes)}"
-    # A change stays in its module, and equal layers are equal: other modules are not named.
-    read = sorted(
-        sorted(op if at == path else "" for at, op, _ in sources) for _, sources in floats
-    )
+    if kind:
+        operations[site] = kind, text
     # Gradients are added in the order of the program's lines, which may change.
     if kind and site.name != "add_any":
-        operations[site] = kind, text, f"{text} {read}"
-        return [_origin_of(path, text, aval) for aval in site.out_avals]
-    if kind:
-        operations[site] = kind, text, ""
+        return [_origin_of(aval) for aval in site.out_avals]
     sources = _Origins().union(*origins[:1] if site.name in IDENTITIES else origins)
     return [_passed_on(site, sources, aval) for aval in site.out_avals]
 
@@ -106,10 +95,8 @@ def _passed_on(site: Site, origins: _Origins, aval: Any) -> _Origins:
     """Returns the origins of a value that was moved or cast: a cast may have rounded it."""
     if not is_inexact(aval):
         return frozenset()
-    before = next(filter(is_inexact, site.in_avals), aval)
-    origins = origins or _origin_of("", "number", before)
-    dtype = str(aval.dtype)
-    return frozenset((at, by, _rounded_by(passed, dtype)) for at, by, passed in origins)
+    origins = origins or _origin_of(next(filter(is_inexact, site.in_avals), aval))
+    return frozenset(_rounded_by(passed, str(aval.dtype)) for passed in origins)
 
 
 @functools.cache
@@ -131,7 +118,7 @@ def _is_number(aval: Any) -> bool:
 
 def _operand_text(aval: Any, origins: _Origins) -> str:
     dtype = str(getattr(aval, "dtype", "none"))
-    narrow = sorted({name for *_, passed in origins for name in passed} - {dtype})
+    narrow = sorted(frozenset[str]().union(*origins) - {dtype})
     return f"{dtype} ({', '.join(narrow)})" if narrow and is_inexact(aval) else dtype
 
 
@@ -205,7 +192,8 @@ def lock_errors(report: Any, path: Any) -> list[str]:
     try:
         lock = json.loads(file.read_text(encoding="utf-8"))
         old = {
-            name: {kind: dict(counts) for kind, counts in entry.items()}
+            # Files of version 0.1 have hashes, too, named flow.
+            name: {kind: dict(x) for kind, x in entry.items() if not kind.endswith("flow")}
             for entry in lock["numerics"]
             for name in entry.pop("modules")
         }
@@ -217,11 +205,8 @@ def lock_errors(report: Any, path: Any) -> list[str]:
             f"{str(path)!r} was written with compiled={before['compiled']}, and this audit has "
             f"compiled={settings['compiled']}. Audit as then, or {how}"
         )
-    changes = list(_changes(old, _content_of_modules(report), report.numerics))
-    # The flow says that two operations exchanged dtypes. Where counts differ, it only repeats it.
-    changes = [change for change in changes if not change[1].endswith("flow")] or changes
     groups = collections.defaultdict[tuple[str, ...], list[str]](list)
-    for module, *change in changes:
+    for module, *change in _changes(old, _content_of_modules(report), report.numerics):
         groups[tuple(change)].append(module)
     lines = [
         "  "
@@ -268,6 +253,5 @@ def _changes(
             texts = sorted((a - b) | (b - a))
             if texts:
                 at = [lines.get((module, kind, text), "") for text in sorted(b - a)]
-                texts = [f"{text}: {a[text]} -> {b[text]}" for text in texts]
-                text = _EXCHANGED if kind.endswith("flow") else ";  ".join(texts)
+                text = ";  ".join(f"{text}: {a[text]} -> {b[text]}" for text in texts)
                 yield module, kind, text, next(filter(None, at), "")

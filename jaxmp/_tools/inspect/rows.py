@@ -320,8 +320,7 @@ class Numerics:
     Attributes:
       path: the module; `"(program)"` for arguments and results.
       direction: as in `ProductLine`.
-      kind: `"products"`, `"sums"`, `"collectives"`, `"arithmetic"`, `"arguments"` or `"results"`;
-        or `"flow"`: then `operation` is a hash of which operation of the module reads which.
+      kind: `"products"`, `"sums"`, `"collectives"`, `"arithmetic"`, `"arguments"` or `"results"`.
       operation: its name, and the dtypes of operands and results.
       count: how many equations there are.
       line: the line of the first.
