@@ -93,10 +93,8 @@ device: $(DEVICE)/.device
 bench-absent: $(AOT)/.compilers
 	$(AOT)/bin/python benchmarks/bench_skipping.py
 	$(AOT)/bin/python benchmarks/bench_distributed.py
-	$(AOT)/bin/python benchmarks/bench_gather.py
 	$(AOT)/bin/python benchmarks/bench_float8_compiled.py --device tpu7x
 	$(AOT)/bin/python benchmarks/bench_float8_compiled.py --device h100 --checkpoints yes no
-	$(AOT)/bin/python benchmarks/bench_pods.py
 	$(AOT)/bin/python benchmarks/bench_recompute.py --platform gpu
 	$(AOT)/bin/python benchmarks/bench_recompute.py --platform tpu --effort least
 

@@ -7,58 +7,35 @@ in a scan, and for plain JAX. Then a step and a small function run. The baseline
 which shows how exact the ratios are.
 
     python benchmarks/bench_autocast.py    # five minutes on two CPU cores
-
-`peers_autocast.py` measures the cost of other libraries, in an environment where they run.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import functools
 import itertools
-import json
-import pathlib
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from bench_rules import (
-    _alternating as alternating,
-    _LinenGPT as LinenGPT,
-    _loss as cross_entropy,
-    _NnxGPT as NnxGPT,
-    _python_calls as python_calls,
-    _timed as timed,
-)
 from flax import nnx
+from flax_gpt import LinenGPT, NnxGPT, cross_entropy
 from gpt import GPT
 from lab.timing import Measurement, spread
-from measurement import Column, Report, Row, add_common_arguments
+from lab.tracing import alternating, python_calls, timed
+from measurement import Column, Report, Row, add_repeats, parse
+from stacked_models import Sizes
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._autocast import api
-from jaxmp._program import tracing
 
-Library = Literal["linen", "nnx", "plain JAX"]
-Stack = Literal["one by one", "scan"]
 Author = Literal["nobody: float32", "nobody, again", "by hand", "autocast"]
 Way = Callable[[], Any]
 
 _POLICY = "mixed_bfloat16"
 _AUTHORS: tuple[Author, ...] = ("nobody: float32", "nobody, again", "by hand", "autocast")
-_BY_HAND: dict[str, Any] = dict.fromkeys(("dtype", "norm_dtype", "head_dtype"), jnp.bfloat16)
 _REDUCED = "params=float32,compute=bfloat16,output=float32,reduce=bfloat16"
 _CALLS = 100
-_ABOUT_PEERS = (
-    "Rows with versions in brackets are from peers_autocast.py, run before in an environment of "
-    "their own; an error stands where a library cannot trace the model."
-)
 _COLUMNS = (
     Column("case", "model"),
     Column("author", "precision set by"),
@@ -66,69 +43,43 @@ _COLUMNS = (
     Column("total_ratio", "over float32"),
     Column("by_hand_ratio", "over by hand"),
     Column("calls_ratio", "calls over float32", ".2f"),
-    Column("trace", "tracing the function ms", ".0f"),
-    Column("plan", "planning ms", ".0f"),
-    Column("again", "running it again ms", ".0f"),
-    Column("rest", "differentiating and lowering ms", ".0f"),
     Column("run", "run ms", ".3g"),
     Column("run_ratio", "over by hand in jit"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model, and who decided about its precision."""
+def _lowering(library: str, stack: str, layers: int, author: Author) -> Way:
+    """What traces loss and gradients as nobody has before, and lowers them."""
+    tokens = jax.ShapeDtypeStruct((2, 33), jnp.int32)
+    if library == "plain JAX":
+        gpt = GPT(layers, width=64, heads=4, vocab=256, context=32)
+        plain = _with_precision(gpt.loss, author)
+        return _new(jax.value_and_grad(plain), jax.eval_shape(gpt.init), tokens)
+    low = jnp.bfloat16 if author == "by hand" else None
+    given = Sizes(layers, 64, 2, 32, heads=4, classes=256), stack == "scan", low, low
+    if library == "linen":
+        linen = LinenGPT(*given)
+        inputs = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+        params = jax.eval_shape(linen.init, jax.random.key(0), inputs)
+        loss: Callable[..., Any] = functools.partial(_loss, linen.apply)
+        loss = jaxmp.autocast(loss, _POLICY) if author == "autocast" else loss
+        return _new(jax.value_and_grad(loss), params, tokens)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: NnxGPT(*given)))
+    of_model = jaxmp.nnx.autocast(_loss, _POLICY) if author == "autocast" else _loss
 
-    library: Library
-    stack: Stack
-    layers: int
-    author: Author
+    def gradient(state: Any, tokens: Any) -> Any:
+        return nnx.value_and_grad(of_model)(nnx.merge(graphdef, state), tokens)
 
-    def functions(self) -> "Functions":
-        """What there is to trace, with abstract params."""
-        dtypes = _BY_HAND if self.author == "by hand" else {}
-        tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)
-        if self.library == "plain JAX":
-            gpt = GPT(self.layers, width=64, heads=4, vocab=256, context=31)
-            loss: Callable[..., Any] = _with_precision(gpt.loss, self.author)
-            return Functions(loss, jax.value_and_grad(loss), (jax.eval_shape(gpt.init), tokens))
-        if self.library == "linen":
-            linen = LinenGPT(self.layers, self.stack, **dtypes)
-            params = jax.eval_shape(linen.init, jax.random.key(0), tokens)
-            loss = functools.partial(_loss, linen.apply)
-            loss = jaxmp.autocast(loss, _POLICY) if self.author == "autocast" else loss
-            return Functions(loss, jax.value_and_grad(loss), (params, tokens))
-        abstract = nnx.eval_shape(lambda: NnxGPT(self.layers, self.stack, **dtypes))
-        graphdef, state = nnx.split(abstract)
-        of_model = jaxmp.nnx.autocast(_loss, _POLICY) if self.author == "autocast" else _loss
-        return Functions(
-            lambda state, tokens: of_model(nnx.merge(graphdef, state), tokens),
-            lambda state, tokens: nnx.value_and_grad(of_model)(nnx.merge(graphdef, state), tokens),
-            (state, tokens),
-        )
+    return _new(gradient, state, tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class Functions:
-    """A loss, its derivative, and what to trace both with."""
-
-    loss: Callable[..., Any]
-    value_and_grad: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-    def lower(self) -> None:
-        """Traces loss and gradients as nobody has before, and lowers them."""
-        jax.jit(lambda *args: self.value_and_grad(*args)).trace(*self.arguments).lower()
-
-    def forward(self) -> None:
-        """Traces the loss alone."""
-        jax.make_jaxpr(lambda *args: self.loss(*args))(*self.arguments)
+def _new(function: Callable[..., Any], *arguments: Any) -> Way:
+    return lambda: jax.jit(lambda *args: function(*args)).trace(*arguments).lower()
 
 
 def _loss(*model_and_tokens: Any) -> jax.Array:
     *model, tokens = model_and_tokens
-    logits = model[0](*model[1:], tokens)
-    return cross_entropy(logits.astype(jnp.float32), tokens)
+    return cross_entropy(model[0](*model[1:], tokens[:, :-1]), tokens)
 
 
 def _with_precision(loss: Callable[..., Any], author: str) -> Callable[..., Any]:
@@ -144,67 +95,27 @@ def _in_bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
-@contextlib.contextmanager
-def _phases(seconds: dict[str, float]) -> Iterator[None]:
-    """Adds up the CPU time that the parts of autocast take."""
-
-    def timing(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
-            out = part(*args, **kwargs)
-            seconds[name] = seconds.get(name, 0.0) + time.process_time() - begin
-            return out
-
-        return call
-
-    parts = [
-        (tracing, "trace_call", "trace"),
-        (api, "plan", "plan"),
-    ]
-    with contextlib.ExitStack() as stack:
-        for module, part, name in parts:
-            replaced = timing(name, getattr(module, part))
-            stack.enter_context(mock.patch.object(module, part, replaced))
-        yield
-
-
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parse(argv)
-    rows: list[Row] = []
-    _fill_caches(args)
-    for library, stack, layers in itertools.product(args.libraries, args.stacks, args.layers):
-        if library != "plain JAX" or stack == "scan":  # of which there is one
-            rows += _tracing_rows(library, stack, layers, args)
-    rows += _running_rows("a step of plain JAX", _steps(args), args, args.steps)
-    rows += _running_rows("a call of a small function", _small_calls(), args, _CALLS)
-    if args.peers is not None:
-        rows += json.loads(args.peers.read_text())
-    report = Report(
-        name="autocast",
-        title="A GPT under autocast",
-        command=" ".join(["python benchmarks/bench_autocast.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=_assumptions(args),
-    )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What autocast costs.")
     libraries, stacks = ["linen", "nnx", "plain JAX"], ["one by one", "scan"]
     parser.add_argument("--libraries", nargs="+", choices=libraries, default=libraries)
     parser.add_argument("--stacks", nargs="+", choices=stacks, default=stacks)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
     parser.add_argument("--width", type=int, default=256, help="of the step that is run")
-    parser.add_argument("--peers", type=pathlib.Path, help="what peers_autocast.py has written")
-    add_common_arguments(parser, repeats=4, steps=2)
-    return parser.parse_args(argv)
+    add_repeats(parser, repeats=4, steps=2)
+    args = parse(parser, argv)
+    rows: list[Row] = []
+    # The first trace of all takes longer.
+    for library, stack, author in itertools.product(args.libraries, args.stacks, _AUTHORS):
+        _lowering(library, stack, 2, author)()
+    for library, stack, layers in itertools.product(args.libraries, args.stacks, args.layers):
+        if library != "plain JAX" or stack == "scan":  # of which there is one
+            rows += _tracing_rows(library, stack, layers, args)
+    rows += _running_rows("a step of plain JAX", _steps(args), args, args.steps)
+    rows += _running_rows("a call of a small function", _small_calls(), args, _CALLS)
+    report = Report("bench_autocast", "A GPT under autocast", _COLUMNS, _assumptions(args), rows)
+    return report.publish(args)
 
 
 def _assumptions(args: argparse.Namespace) -> list[str]:
@@ -214,8 +125,7 @@ def _assumptions(args: argparse.Namespace) -> list[str]:
         f"but 2, for more than {min(args.layers)} layers, and twice as many of runs. Times are "
         "medians; ratios are taken within rounds: median (least to greatest).",
         "Trace and lower: jax.jit(value_and_grad of a new function).trace(...).lower(), in a warm "
-        "process. Differentiating and lowering is what this takes longer than tracing the loss "
-        "alone. The sizes do not matter.",
+        "process. The sizes do not matter.",
         "Calls are those of Python functions, which cProfile counts: nearly the same on every run.",
         "By hand: the dtypes of linen's and nnx's layers are bfloat16; in plain JAX the params are "
         "cast, and norms, softmax and loss are float32.",
@@ -226,61 +136,26 @@ def _assumptions(args: argparse.Namespace) -> list[str]:
         "products in float32, unless the policy says reduce=bfloat16.",
         f"A call: two dense layers of 4 numbers, so that most of it is dispatch; {_CALLS} calls in "
         "each turn.",
-        *([_ABOUT_PEERS] if args.peers else []),
     ]
 
 
-def _tracing_rows(
-    library: Library, stack: Stack, layers: int, args: argparse.Namespace
-) -> list[Row]:
-    cases = [Case(library, stack, layers, author).functions() for author in _AUTHORS]
-    rounds = max(2, args.repeats * min(args.layers) // layers)
-    rows = tracing_rows(dict(zip(_AUTHORS, cases, strict=True)), rounds)
-    if layers == min(args.layers):
-        counts = [python_calls(case.lower) for case in cases]
-        for row, count in zip(rows, counts, strict=True):
-            row["calls_ratio"] = count / counts[0]
-    case = f"{library}, {layers} layers, {stack}"
-    return [{"case": case, **row} for row in rows]
-
-
-def tracing_rows(cases: dict[Any, "Functions"], rounds: int) -> list[Row]:
-    """Traces and lowers each function in each round; the first one is what others are over."""
-    names = list(cases)
-    total = {name: Measurement() for name in names}
-    parts: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for i in alternating(len(names), turn):
-            case = cases[names[i]]
-            seconds, forward = timed(case.lower), _timed_forward(case)
-            total[names[i]].seconds.append(seconds)
-            parts[names[i]].append({**forward, "rest": seconds - sum(forward.values())})
+def _tracing_rows(library: str, stack: str, layers: int, args: argparse.Namespace) -> list[Row]:
+    """Traces and lowers each program in each round."""
+    ways = [_lowering(library, stack, layers, author) for author in _AUTHORS]
+    found = {author: Measurement() for author in _AUTHORS}
+    for turn in range(max(2, args.repeats * min(args.layers) // layers)):
+        for i in alternating(len(ways), turn):
+            found[_AUTHORS[i]].seconds.append(timed(ways[i]))
+    calls = [python_calls(way) for way in ways] if layers == min(args.layers) else []
     rows: list[Row] = []
-    for name, mine in total.items():
-        row: Row = {"author": name, "total": statistics.median(mine.seconds) * 1e3}
-        row["total_ratio"] = spread(mine.ratios(total[names[0]])) if rows else None
-        if name == "autocast":
-            row["by_hand_ratio"] = spread(mine.ratios(total["by hand"]))
-        for part in parts[name][0]:
-            row[part] = statistics.median(each[part] for each in parts[name]) * 1e3
-        rows.append({**row, "total_seconds": mine.seconds, "parts_seconds": parts[name]})
+    for i, (author, mine) in enumerate(found.items()):
+        row: Row = {"case": f"{library}, {layers} layers, {stack}", "author": author}
+        row |= {"total": statistics.median(mine.seconds) * 1e3, "total_seconds": mine.seconds}
+        row["total_ratio"] = spread(mine.ratios(found[_AUTHORS[0]])) if i else None
+        if author == "autocast":
+            row["by_hand_ratio"] = spread(mine.ratios(found["by hand"]))
+        rows.append(row | ({"calls_ratio": calls[i] / calls[0]} if calls else {}))
     return rows
-
-
-def _fill_caches(args: argparse.Namespace) -> None:
-    """Traces what is to be measured in a smaller size: the first trace of all takes longer."""
-    for library, stack, author in itertools.product(args.libraries, args.stacks, _AUTHORS):
-        case = Case(library, stack, 2, author).functions()
-        case.lower()
-        case.forward()
-
-
-def _timed_forward(case: Functions) -> dict[str, float]:
-    """Seconds to trace the loss; under autocast, in the parts that make it up."""
-    found: dict[str, float] = {}
-    with _phases(found):
-        seconds = timed(case.forward)
-    return {**found, "again": seconds - sum(found.values())} if found else {"trace": seconds}
 
 
 def _gpt(args: argparse.Namespace) -> GPT:

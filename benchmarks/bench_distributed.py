@@ -12,10 +12,8 @@ whole array for a reduce-scatter, an all-gather or an all-to-all, twice that for
 """
 
 import argparse
-import dataclasses
 import functools
 import json
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from compiled_flops import compiled_flops
 from jaxtyping import Array, PyTree
 from lab.compilers import EFFORTS, PLATFORMS, compiler_options, eight_devices
-from measurement import RESULTS, Column, Report, Row
+from lab.operations import hlo_product_flops
+from measurement import Column, Report, Row, parse
 from sharded_lm import MODES, ShardedLM, place
 
 import jaxmp
@@ -75,23 +73,18 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
     rows = []
     for platform in args.platforms:
-        found = _rows(platform, args)
         report = Report(
+            "bench_distributed",
+            f"Float32 sums of gradients over eight devices, compiled for {_NAMES[platform]}",
+            _COLUMNS,
+            [*_ASSUMPTIONS, f"Effort of a TPU's compiler: {args.effort}."],
+            _rows(platform, args),
             name=f"distributed-{platform}",
-            title=f"Float32 sums of gradients over eight devices, compiled for {_NAMES[platform]}",
-            command=" ".join(["python benchmarks/bench_distributed.py", *argv]),
-            columns=_COLUMNS,
-            rows=found,
-            assumptions=[*_ASSUMPTIONS, f"Effort of a TPU's compiler: {args.effort}."],
         )
-        report.show()
-        if not args.no_write:
-            print(f"wrote {report.write(args.results)}")
-        rows += found
+        rows += report.publish(args)
     return rows
 
 
@@ -106,7 +99,7 @@ def _rows(platform: Any, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Cost of float32 sums of gradients.")
     add = parser.add_argument
     add("--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS)
@@ -120,54 +113,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=int, default=32, help="sequences, on all devices together")
     add("--min-size", type=int, default=2**16, help="params with fewer elements are not split")
     add("--effort", choices=EFFORTS, default="default", help="of a TPU's compiler")
-    add("--no-write", action="store_true", help="print only, write no files")
-    add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
     add("--quick", action="store_true", help="a tiny model, whose memory says nothing")
-    args = parser.parse_args(argv)
-    if args.quick:
+    if "--quick" in (sys.argv if argv is None else argv):
         parser.set_defaults(**_QUICK)
-        args = parser.parse_args(argv)
-    return args
+    return parse(parser, argv)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cost:
-    """What a compiled program costs each device.
-
-    Attributes:
-      flops: of matrix products.
-      temp: MB of temporary memory.
-      sums: MB on the wire of sums of weight gradients, by dtype.
-      gathers: MB on the wire of params that are gathered, by dtype.
-      others: MB on the wire of anything else, by dtype: activations, mostly.
-    """
-
-    flops: float
-    temp: float
-    sums: dict[str, float] = dataclasses.field(default_factory=dict)
-    gathers: dict[str, float] = dataclasses.field(default_factory=dict)
-    others: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-def _compared(cost: _Cost, plain: _Cost) -> Row:
-    sums, sums_plain = (sum(each.sums.values()) for each in (cost, plain))
-    return {
-        "flops_ratio": cost.flops / plain.flops,
-        "temp_plain": plain.temp,
-        "temp": cost.temp,
-        "temp_ratio": cost.temp / plain.temp,
-        "sums_plain": sums_plain,
-        "sums_bfloat16": cost.sums.get("bfloat16", 0.0),
-        "sums_float32": cost.sums.get("float32", 0.0),
-        "sums_ratio": sums / sums_plain,
-        "gathers_plain": sum(plain.gathers.values()),
-        "gathers_bfloat16": cost.gathers.get("bfloat16", 0.0),
-        "gathers_float32": cost.gathers.get("float32", 0.0),
-        "others_plain": sum(plain.others.values()),
-        "others": sum(cost.others.values()),
-        "plain": dataclasses.asdict(plain),
-        "cost": dataclasses.asdict(cost),
-    }
+def _compared(cost: Row, plain: Row) -> Row:
+    row = {"temp": cost["temp"], "temp_plain": plain["temp"]}
+    row |= {f"{name}_ratio": cost[name] / plain[name] for name in ("flops", "temp")}
+    for kind in ("sums", "gathers", "others"):
+        row[f"{kind}_plain"] = sum(plain[kind].values())
+        row[kind] = sum(cost[kind].values())
+        row |= {f"{kind}_{dtype}": cost[kind].get(dtype, 0.0) for dtype in ("bfloat16", "float32")}
+    return {**row, "sums_ratio": row["sums"] / row["sums_plain"], "plain": plain, "cost": cost}
 
 
 class _Case:
@@ -195,13 +154,16 @@ class _Case:
             rows.append(row)
         return rows
 
-    def cost(self, program: str, evaluate: Evaluate) -> _Cost:
-        """Compiles a program with these gradients."""
+    def cost(self, program: str, evaluate: Evaluate) -> Row:
+        """Compiles a program with these gradients: FLOPs, temporary MB, MB on the wire by dtype."""
         compiled = self.lower(program, evaluate).compile(self.options)
         memory: Any = compiled.memory_analysis()
-        cost = _Cost(flops=compiled_flops(compiled), temp=memory.temp_size_in_bytes / 1e6)
+        counted: Any = compiled.cost_analysis()  # none on GPUs
+        flops = counted["flops"] if counted else sum(hlo_product_flops(compiled.as_text()).values())
+        cost: Row = {"flops": flops, "temp": memory.temp_size_in_bytes / 1e6}
+        cost |= {"sums": {}, "gathers": {}, "others": {}}
         for row in jaxmp.sharding.collectives(compiled, mesh=self.placement.mesh):
-            into = getattr(cost, self._is_of(row))
+            into = cost[self._is_of(row)]
             into[row.dtype] = into.get(row.dtype, 0) + _wire(row) / 1e6
         return cost
 

@@ -8,7 +8,6 @@ and on whether any is compiled anew. The arrays are small, so only dispatch is m
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from lab.timing import (
     spread,
     time_in_turn,
 )
-from measurement import Column, Report, Row, add_common_arguments
+from measurement import Column, Report, Row, add_repeats, parse
 
 import jaxmp
 
@@ -40,31 +39,22 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description="Time of an optimizer step outside of jit.")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--width", type=int, default=32, help="each layer is width x width")
-    add_common_arguments(parser, repeats=9, steps=20)
-    args = parser.parse_args(argv)
+    add_repeats(parser, repeats=9, steps=20)
+    args = parse(parser, argv)
     rows = [row for layers in args.layers for row in _measure(layers, args)]
-    report = Report(
-        name="eager",
-        title="Time of an optimizer step outside of jit",
-        command=" ".join(["python benchmarks/bench_eager.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=[
-            f"AdamW, `tx.update` and `optax.apply_updates`; layers of {args.width} x {args.width} "
-            "and a bias.",
-            f"{args.repeats} rounds in which each contender takes one turn of {args.steps} steps "
-            "after one that is not timed; ratios are taken within the rounds: median (least to "
-            "greatest).",
-        ],
-    )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
+    assumptions = [
+        f"AdamW, `tx.update` and `optax.apply_updates`; layers of {args.width} x {args.width} "
+        "and a bias.",
+        f"{args.repeats} rounds in which each contender takes one turn of {args.steps} steps "
+        "after one that is not timed; ratios are taken within the rounds: median (least to "
+        "greatest).",
+    ]
+    return Report(
+        "bench_eager", "Time of an optimizer step outside of jit", _COLUMNS, assumptions, rows
+    ).publish(args)
 
 
 def _measure(layers: int, args: argparse.Namespace) -> list[Row]:

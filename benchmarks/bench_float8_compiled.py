@@ -12,7 +12,6 @@ multiplies float8 twice as fast as bfloat16, and so does an H100; TPUs v5e and v
 import argparse
 import itertools
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from gpt import GPT
 from lab.kernels import estimated_cycles
-from measurement import RESULTS, Column, Report, Row
+from measurement import Column, Report, Row, parse
 
 import jaxmp
 from jaxmp.diagnostics import absent_devices, find_device
@@ -50,7 +49,6 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
     rows: list[Row] = []
     for width, batch, remat in itertools.product(args.widths, args.batches, args.checkpoints):
@@ -71,12 +69,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         rows += found
     report = Report(
-        name=f"float8-{args.device}",
-        title=f"A language model in 8 bits, compiled for {args.device}",
-        command=" ".join(["python benchmarks/bench_float8_compiled.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=[
+        "bench_float8_compiled",
+        f"A language model in 8 bits, compiled for {args.device}",
+        _COLUMNS,
+        [
             "Compiled, not run; the hardware above only did the compiling. Cycles are a TPU's "
             "compiler's own estimates, with all turns of a scan; copies of which it gives none are "
             "left out.",
@@ -85,14 +81,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             f"Heads of {args.head}, a vocabulary of {args.vocab}, sequences of {args.context}, "
             "plain attention.",
         ],
+        rows,
+        name=f"float8-{args.device}",
     )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
+    return report.publish(args)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A language model in 8 bits on an absent device.")
     add = parser.add_argument
     add("--device", default="tpu7x", help="such as h100; see jaxmp.diagnostics.DEVICES")
@@ -104,9 +99,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--context", type=int, default=1024, help="tokens of a sequence")
     add("--head", type=int, default=128, help="width of an attention head")
     add("--vocab", type=int, default=512)
-    add("--no-write", action="store_true", help="print only, write no files")
-    add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
-    return parser.parse_args(argv)
+    return parse(parser, argv)
 
 
 def _row(model: GPT, batch: int, products: str, device: str) -> Row:

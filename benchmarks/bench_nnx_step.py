@@ -9,7 +9,6 @@ modules and the dispatch. The contenders take turns in one run.
 import argparse
 import functools
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from lab.timing import CompiledStep, Contender, Metrics, PlannedMemory, spread, time_in_turn
-from measurement import Column, Report, Row, add_common_arguments
+from measurement import Column, Report, Row, add_repeats, parse
 
 import jaxmp
 
@@ -57,30 +56,21 @@ def by_hand(loss_fn: Any, model: Any, optimizer: Any, x: jax.Array) -> Metrics:
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description="Host time of a step of a live nnx module.")
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--width", type=int, default=8, help="each layer is width x width")
-    add_common_arguments(parser, repeats=9, steps=20)
-    args = parser.parse_args(argv)
+    add_repeats(parser, repeats=9, steps=20)
+    args = parse(parser, argv)
     rows = [row for layers in args.layers for row in _measure(layers, args)]
-    report = Report(
-        name="nnx_step",
-        title="Host time of a step of a live nnx module",
-        command=" ".join(["python benchmarks/bench_nnx_step.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=[
-            f"Adam; layers of {args.width} x {args.width} and a bias, 4 examples.",
-            f"{args.repeats} rounds in which each contender takes one turn of {args.steps} steps "
-            "after one that is not timed; ratios are taken within the rounds: median (least to "
-            "greatest).",
-        ],
-    )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
+    assumptions = [
+        f"Adam; layers of {args.width} x {args.width} and a bias, 4 examples.",
+        f"{args.repeats} rounds in which each contender takes one turn of {args.steps} steps "
+        "after one that is not timed; ratios are taken within the rounds: median (least to "
+        "greatest).",
+    ]
+    return Report(
+        "bench_nnx_step", "Host time of a step of a live nnx module", _COLUMNS, assumptions, rows
+    ).publish(args)
 
 
 def _measure(layers: int, args: argparse.Namespace) -> list[Row]:

@@ -29,7 +29,6 @@ Before you compare rows:
 import argparse
 import dataclasses
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -47,7 +46,7 @@ from lab.timing import (
     spread,
     time_in_turn,
 )
-from measurement import Column, Report, Row, add_common_arguments
+from measurement import Column, Report, Row, add_repeats, parse
 
 import jaxmp
 
@@ -59,6 +58,7 @@ _PATHS: tuple[Path, ...] = ("apply_gradients", "update", "make_train_step")
 _BASELINE = "optax, float32"
 
 _COLUMNS = (
+    Column("model", "model"),
     Column("contender", "contender"),
     Column("argument", "argument", ".2f"),
     Column("output", "output", ".2f"),
@@ -73,26 +73,13 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its tables."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
-    rows = []
-    for model in args.models:
-        rows += _measure(model, args)
-    report = Report(
-        name="optimizer",
-        title="Memory and time of the optimizer step",
-        command=" ".join(["python benchmarks/bench_optimizer.py", *argv]),
-        columns=(Column("model", "model"), *_COLUMNS),
-        rows=rows,
-        assumptions=_assumptions(args),
-    )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
+    rows = [row for model in args.models for row in _measure(model, args)]
+    title = "Memory and time of the optimizer step"
+    return Report("bench_optimizer", title, _COLUMNS, _assumptions(args), rows).publish(args)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory and time of the optimizer step.")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=512, help="each layer is width x width")
@@ -100,8 +87,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=["list", "scan"], default=["list", "scan"])
     parser.add_argument("--policies", nargs="+", default=["mixed_bfloat16", "bfloat16"])
     parser.add_argument("--clip-norm", type=float, help="clip by global norm before AdamW")
-    add_common_arguments(parser, repeats=7, steps=3)
-    return parser.parse_args(argv)
+    add_repeats(parser, repeats=7, steps=3)
+    return parse(parser, argv)
 
 
 def _assumptions(args: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""The savings of `recompute` on an H100 and a TPU v5e, as their compilers plan them, and its cost.
+"""The savings of `recompute` on an H100 and a TPU v5e, as their compilers plan them.
 
 Nothing runs there: the compilers of libtpu and of the CUDA plugin (the extra `aot`) compile loss
 and gradients of six models for devices that are not present, with the layers in a scan and one by
@@ -7,7 +7,6 @@ memory (`jax.checkpoint` around each block) and with autocast. A product that is
 shows in the count of products, and on TPUs in the time that the compiler expects.
 
     python benchmarks/bench_recompute.py --platform gpu    # or tpu, which takes an hour
-    python benchmarks/bench_recompute.py --platform cpu    # times of a step and of tracing, here
 """
 
 import argparse
@@ -24,11 +23,10 @@ from typing import Any, Literal
 
 import flax_gpt
 import jax
-import recompute_times
 from lab.compilers import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from lab.kernels import estimated_cycles
 from lab.operations import hlo_product_flops
-from measurement import Column, Report, Row, add_common_arguments
+from measurement import Column, Report, Row, parse
 from stacked_models import MODELS, Sizes
 
 import jaxmp
@@ -92,42 +90,6 @@ _CONTENDERS: dict[Loop, tuple[Contender, ...]] = {
 _ALL = list(dict.fromkeys(each.name for way in _CONTENDERS.values() for each in way))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Aim:
-    """The most that something may be, over the same author without recompute."""
-
-    key: str
-    most: float
-    mode: str
-    loop: Loop
-    what: str
-
-    def missed(self, row: Row) -> str | None:
-        """A sentence, if a row is about this and has more."""
-        found = row.get(f"{self.key}_own")
-        concerns = (row.get("mode"), row["loop"]) == (self.mode, self.loop)
-        if not concerns or found is None or found <= self.most:
-            return None
-        return (
-            f"Missed: {row['model']}, {row['loop']}, {row['contender']}: {self.what} "
-            f"{found:.3f} times, where {self.most} were aimed at."
-        )
-
-
-_AIMS = (
-    _Aim("temp", 0.5, "auto", "scan", "temporaries"),
-    _Aim("products", 1.005, "auto", "scan", "products"),
-    _Aim("turns", 1.02, "auto", "scan", "cycles"),
-    # What a train step does by default: never more, in nothing.
-    _Aim("temp", 1.0, "loops", "scan", "temporaries"),
-    _Aim("products", 1.0, "loops", "scan", "products"),
-    _Aim("turns", 1.0, "loops", "scan", "cycles"),
-    _Aim("temp", 1.01, "auto", "unrolled", "temporaries"),
-    _Aim("products", 1.005, "auto", "unrolled", "products"),
-    _Aim("turns", 1.01, "auto", "unrolled", "cycles"),
-    _Aim("temp", 0.75, "always", "unrolled", "temporaries"),
-    _Aim("products", 1.005, "always", "unrolled", "products"),
-)
 _COLUMNS = (
     Column("model", "model"),
     Column("loop", "layers"),
@@ -150,42 +112,33 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
-    command = " ".join(["python benchmarks/bench_recompute.py", *argv])
-    if args.platform == "cpu":
-        report = recompute_times.report(args, command)
-    else:
-        rows = list(_rows(args))
-        rows += _means(rows)
-        report = Report(
-            name=f"recompute-{args.platform}",
-            title=f"Memory of models under recompute, compiled for {_NAMES[args.platform]}",
-            command=command,
-            columns=[each for each in _COLUMNS if any(each.key in row for row in rows)],
-            rows=rows,
-            assumptions=[*_assumptions(args), *_missed(rows)],
-        )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return list(report.rows)
+    rows = list(_rows(args))
+    rows += _means(rows)
+    report = Report(
+        "bench_recompute",
+        f"Memory of models under recompute, compiled for {_NAMES[args.platform]}",
+        [each for each in _COLUMNS if any(each.key in row for row in rows)],
+        _assumptions(args),
+        rows,
+        name=f"recompute-{args.platform}",
+    )
+    return report.publish(args)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def listed(text: str) -> list[str]:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description="What recompute saves and costs.")
     add = parser.add_argument
-    add("--platform", choices=[*PLATFORMS, "cpu"], default="gpu")
+    add("--platform", choices=PLATFORMS, default="gpu")
     add("--models", type=listed, default=list(MODELS), help="with commas between them")
     add("--loops", type=listed, default=["scan", "unrolled"])
     add("--contenders", type=listed, default=_ALL, help=", ".join(_ALL))
     add("--effort", choices=EFFORTS, default="default", help="of a TPU's compiler")
     add("--quick", action="store_true", help="tiny models, whose memory says nothing")
-    add_common_arguments(parser, repeats=10, steps=2)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     for given, known in ((args.models, MODELS), (args.loops, _MODES), (args.contenders, _ALL)):
         if unknown := set(given) - set(known):
             parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
@@ -194,7 +147,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _assumptions(args: argparse.Namespace) -> list[str]:
     models = (f"{name}: {_sizes(args, name, 'scan')}" for name in args.models)
-    aims = (f"{a.what} of {a.mode}, {a.loop}: {a.most}" for a in _AIMS)
     return [
         "Compiled, not run; the hardware above only did the compiling. Loss and gradients, without "
         "an optimizer; params and gradients are arguments and results, and no temporaries.",
@@ -208,13 +160,7 @@ def _assumptions(args: argparse.Namespace) -> list[str]:
         f"The loop of lstm is that over time; unrolled it has {_STEPS_UNROLLED} steps.",
         *models,
         f"The least effort of a TPU's compiler: {args.effort == 'least'}.",
-        f"Aims, the most over the author's own: {'; '.join(aims)}.",
     ]
-
-
-def _missed(rows: Sequence[Row]) -> list[str]:
-    missed = [each for row in rows for aim in _AIMS if (each := aim.missed(row))]
-    return missed or ["No aim is missed."]
 
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:

@@ -20,9 +20,7 @@ only where there is too little, and then reports the minimum that it needs.
 """
 
 import argparse
-import pathlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +29,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 from lab.compilers import PLATFORMS, eight_devices
-from measurement import RESULTS, Column, Report, Row
+from measurement import Column, Report, Row, parse
 
 import jaxmp
 
@@ -53,7 +51,6 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
     rows = []
     for platform in args.platforms:
@@ -66,26 +63,22 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
                     for skip in args.skips:
                         rows.append({"platform": platform, **case.row(skip)})
     report = Report(
-        name="skipping",
-        title="Memory of taken or skipped steps, compiled for TPU v5e and H100",
-        command=" ".join(["python benchmarks/bench_skipping.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=[
+        "bench_skipping",
+        "Memory of taken or skipped steps, compiled for TPU v5e and H100",
+        _COLUMNS,
+        [
             "Compiled, not run; the hardware above only did the compiling. AdamW.",
             "Params and optimizer state are donated, and on 8 devices sharded over them.",
             "Where a TPU has too little memory its compiler tells the total only.",
             "A copy or gather is counted if it holds at least half of the params of a device, "
             "a prefetch into a TPU's vector memory is not.",
         ],
+        rows,
     )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
+    return report.publish(args)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory of taken or skipped steps.")
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=PLATFORMS)
     parser.add_argument("--devices", nargs="+", type=int, choices=[1, 8], default=[1, 8])
@@ -94,9 +87,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--skips", nargs="+", choices=_CONTENDERS, default=_CONTENDERS)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int)
-    parser.add_argument("--no-write", action="store_true", help="print only, write no files")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
-    return parser.parse_args(argv)
+    return parse(parser, argv)
 
 
 class _Case:

@@ -11,19 +11,15 @@ import argparse
 import functools
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax_gpt
-import flax_unet
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
-from measurement import Column, Report, Row, add_common_arguments
-from on_device.resnet import ResNet
+from measurement import Column, Report, Row, add_repeats, parse
 from stacked_models import MODELS, Sizes
 
 import jaxmp
@@ -62,23 +58,6 @@ def _linen_gpt() -> _Case:
     return _Case(by_hand, loss, params, jax.ShapeDtypeStruct((4, 65), jnp.int32))
 
 
-def _images(module: Callable[..., nn.Module]) -> _Case:
-    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
-    variables = jax.eval_shape(module().init, jax.random.key(0), images)
-    params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
-
-    def loss_of(dtype: Any) -> Callable[..., Any]:
-        def loss(params: Any, batch: Any) -> Any:
-            state, images = batch
-            collections = {"params": params, **state}
-            result, _ = module(dtype=dtype).apply(collections, images, mutable=list(state))
-            return jnp.square(result.astype(jnp.float32)).mean()
-
-        return loss
-
-    return _Case(loss_of(jnp.bfloat16), loss_of(None), params, (state, images))
-
-
 def _unlike(layers: int = 24) -> _Case:
     """Layers of different widths: nothing repeats."""
     widths = [64 + 8 * i for i in range(layers + 1)]
@@ -105,8 +84,6 @@ CASES: dict[str, Callable[[], _Case]] = {
     **{f"gpt-{n}": functools.partial(_stacked, "gpt", n, False) for n in (4, 24, 96)},
     "gpt-24-in-a-scan": functools.partial(_stacked, "gpt", 24, True),
     "linen-gpt-24": _linen_gpt,
-    "linen-resnet-50": functools.partial(_images, ResNet),
-    "linen-u-net": functools.partial(_images, flax_unet.UNet),
     "24-unlike-layers": _unlike,
 }
 
@@ -167,31 +144,27 @@ def _rows(name: str, args: argparse.Namespace) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description="Trace and lower, over casts by hand.")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--compile", action="store_true", help="compile too")
-    add_common_arguments(parser, repeats=3, steps=1)
-    args = parser.parse_args(argv)
+    add_repeats(parser, repeats=3, steps=1)
+    args = parse(parser, argv)
     rows = [row for name in args.cases for row in _rows(name, args)]
     report = Report(
-        name="tracing" + ("-compiled" if args.compile else ""),
-        title="Trace, lower and compile" if args.compile else "Trace and lower",
-        command=" ".join(["python benchmarks/bench_tracing.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=[
+        "bench_tracing",
+        "Trace, lower and compile" if args.compile else "Trace and lower",
+        _COLUMNS,
+        [
             f"The least of {args.repeats} rounds, in turn, each with JAX's caches emptied before.",
             "By hand: casts of mixed bfloat16 in the model, by the `dtype` of Flax's layers, or "
             "for the linen GPT by `jaxmp.linen.apply_policy`, which traces as those do. The train "
             "step by hand is AdamW behind a clip, without masters, checks, a loss scale, or the "
             "recomputation in loops of the step of jaxmp.",
         ],
+        rows,
+        name="tracing" + ("-compiled" if args.compile else ""),
     )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
+    return report.publish(args)
 
 
 if __name__ == "__main__":

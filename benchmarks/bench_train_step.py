@@ -1,4 +1,4 @@
-"""The train step of a GPT under each policy: time, memory, and share of the device's peak.
+"""The train step of a GPT under each policy: time and memory.
 
 Each policy runs through `jaxmp.make_train_step`, and is compared with a hand-written step: bare
 optax for float32; params cast by a jmp policy inside the loss for mixed_bfloat16; the same with
@@ -15,7 +15,6 @@ On a GPU, float32 runs with TF32 matrix products and without.
 import argparse
 import dataclasses
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -24,7 +23,6 @@ import handwritten
 import jax
 import jax.numpy as jnp
 import optax
-from device_peak import find_peak, probes
 from lab.timing import (
     Contender,
     Measurement,
@@ -33,10 +31,9 @@ from lab.timing import (
     spread,
     time_in_turn,
 )
-from measurement import Column, Report, Row, add_common_arguments
+from measurement import Column, Report, Row, add_repeats, parse
 
 import jaxmp
-from jaxmp._tools.planning.devices import Peaks
 
 _PRESETS: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},
@@ -54,7 +51,6 @@ _COLUMNS = (
     Column("over_by_hand", "time over by hand"),
     Column("tokens_per_second", "tokens/s", ",.0f"),
     Column("teraflops", "TFLOP/s", ".3g"),
-    Column("share_of_peak", "of peak", ".1%"),
     Column("planned_mib", "planned MiB", ",.0f"),
     Column("device_peak_mib", "device peak MiB", ",.0f"),
     Column("loss", "last loss", ".4f"),
@@ -64,7 +60,6 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
-    argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
     model = gpt.GPT(
         args.layers, args.width, args.heads, args.vocab, args.context, args.remat, args.attention
@@ -76,28 +71,18 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         compile_step(_contender(case, loss, init), batch)
         for case, loss in zip(cases, losses, strict=True)
     ]
-    probing = [compile_step(probe, batch) for probe in probes()]
-    times = time_in_turn([*steps, *probing], batch, rounds=args.repeats, steps=args.steps)
-    peak, peak_source = find_peak(times)
+    times = time_in_turn(steps, batch, rounds=args.repeats, steps=args.steps)
     rows = [
-        _row(case, times, step.memory, model, args.batch, peak)
+        _row(case, times, step.memory, model, args.batch)
         for case, step in zip(cases, steps, strict=True)
     ]
-    report = Report(
-        name="train_step",
-        title="Train step of a GPT",
-        command=" ".join(["python benchmarks/bench_train_step.py", *argv]),
-        columns=_COLUMNS,
-        rows=rows,
-        assumptions=_assumptions(model, args, peak_source),
+    assumptions = _assumptions(model, args)
+    return Report("bench_train_step", "Train step of a GPT", _COLUMNS, assumptions, rows).publish(
+        args
     )
-    report.show()
-    if not args.no_write:
-        print(f"wrote {report.write(args.results)}")
-    return rows
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The train step of a GPT under each policy.")
     parser.add_argument("--preset", choices=_PRESETS, default="small")
     for size in _PRESETS["small"]:
@@ -105,15 +90,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--remat", action="store_true", help="recompute blocks in backward")
     parser.add_argument("--attention", choices=["xla", "cudnn"], default="xla")
     parser.add_argument("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
-    add_common_arguments(parser, repeats=7, steps=2)
-    args = parser.parse_args(argv)
+    add_repeats(parser, repeats=7, steps=2)
+    args = parse(parser, argv)
     for size, value in _PRESETS[args.preset].items():
         if getattr(args, size) is None:
             setattr(args, size, value)
     return args
 
 
-def _assumptions(model: gpt.GPT, args: argparse.Namespace, peak_source: str) -> list[str]:
+def _assumptions(model: gpt.GPT, args: argparse.Namespace) -> list[str]:
     parameters = gpt.count(jax.eval_shape(model.init))
     return [
         f"{model}: {parameters / 1e6:.3g} M parameters; batch of {args.batch} sequences of random "
@@ -124,7 +109,6 @@ def _assumptions(model: gpt.GPT, args: argparse.Namespace, peak_source: str) -> 
         "steps after one that is not timed; min and max are over rounds, ratios are taken within "
         "them: median (least to greatest). 'By hand' is the hand-written step of the same policy.",
         f"Floating-point operations of a step: {gpt.FLOPS}.",
-        f"Peak: {peak_source}.",
         "Planned memory is argument + output + temp - alias of the compiled step. The device's "
         "high-water mark cannot be set back: a row that did not raise it has none.",
         f"A float16 scale below {_INITIAL_SCALE:g} at the end would tell of skipped steps.",
@@ -212,7 +196,6 @@ def _row(
     memory: PlannedMemory,
     model: gpt.GPT,
     batch: int,
-    peak: Peaks | None,
 ) -> Row:
     mine = times[case.name]
     median = statistics.median(mine.seconds)
@@ -228,7 +211,6 @@ def _row(
         "over_by_hand": spread(mine.ratios(by_hand)) if case.author == "jaxmp" else None,
         "tokens_per_second": batch * model.context / median,
         "teraflops": rate / 1e12,
-        "share_of_peak": rate / peak.of(_compute_dtype(case), case.precision) if peak else None,
         "planned_mib": memory.peak / 2**20,
         "device_peak_mib": mine.device_peak / 2**20 if mine.device_peak else None,
         **{f"{part}_bytes": size for part, size in memory._asdict().items()},

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -21,12 +22,21 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxmp")
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, *, repeats: int, steps: int) -> None:
-    """The flags that every benchmark has."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the flags that every benchmark has, too; keeps the command line for the report."""
+    add = parser.add_argument
+    add("--no-write", action="store_true", help="print only, write no files")
+    add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    args.flags = list(argv)
+    return args
+
+
+def add_repeats(parser: argparse.ArgumentParser, *, repeats: int, steps: int) -> None:
+    """The flags of those that measure times."""
     parser.add_argument("--repeats", type=int, default=repeats, help="rounds of taking turns")
     parser.add_argument("--steps", type=int, default=steps, help="steps timed in each turn")
-    parser.add_argument("--no-write", action="store_true", help="print only, write no files")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +44,28 @@ class Report:
     """Rows with what a reader needs in order to judge them.
 
     Attributes:
-      name: the first part of the name of the files.
+      script: the name of the benchmark.
       title: the heading.
-      command: the command line that makes it again.
       columns: the columns of the table; the JSON file has every entry of the rows.
-      rows: one dictionary for each row.
       assumptions: what the numbers rest on, one sentence each.
+      rows: one dictionary for each row.
+      name: the first part of the name of the files; by default that of the script.
     """
 
-    name: str
+    script: str
     title: str
-    command: str
     columns: Sequence[Column]
-    rows: Sequence[Row]
     assumptions: Sequence[str]
+    rows: Sequence[Row]
+    name: str = ""
+
+    def publish(self, args: argparse.Namespace) -> list[Row]:
+        """Prints the table, and writes it unless told not to; returns the rows."""
+        self.show()
+        if not args.no_write:
+            command = " ".join([f"python benchmarks/{self.script}.py", *args.flags])
+            print(f"wrote {self.write(args.results, command)}")
+        return list(self.rows)
 
     def show(self) -> None:
         """Prints the table."""
@@ -63,7 +81,7 @@ class Report:
         for assumption in self.assumptions:
             console.print(f"• {assumption}", highlight=False)
 
-    def write(self, folder: pathlib.Path) -> pathlib.Path:
+    def write(self, folder: pathlib.Path, command: str) -> pathlib.Path:
         """Writes the Markdown and the JSON file; returns the path of the first."""
         date = datetime.date.today().isoformat()
         context = {
@@ -73,11 +91,12 @@ class Report:
             | {name: metadata.version(name) for name in _PACKAGES},
             "date": date,
             "load_average": list(os.getloadavg()),
-            "command": self.command,
+            "command": command,
             "assumptions": list(self.assumptions),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.name}_{slug(describe_hardware())}_{date}_jax{metadata.version('jax')}"
+        name = self.name or self.script.removeprefix("bench_")
+        stem = f"{name}_{slug(describe_hardware())}_{date}_jax{metadata.version('jax')}"
         path = folder / f"{stem}.md"
         path.write_text(self._markdown(context))
         content = json.dumps(context | {"rows": list(self.rows)}, indent=1)

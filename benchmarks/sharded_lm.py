@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
@@ -166,23 +165,6 @@ def place(mode: Mode, params: PyTree, devices: Any, min_size: int) -> Placement:
     shape, names = _MESHES[mode]
     mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
     return place_on(mesh, mode, params, min_size)
-
-
-def pod_mesh(devices: Any, slices: int, model: int) -> Mesh:
-    """The mesh of a pod; params are replicated over its slices.
-
-    Args:
-      devices: all devices.
-      slices: how many slices they are in.
-      model: how many devices share a sequence.
-    """
-    names = ("replica", "data", "model")
-    within = (1, len(devices) // slices // model, model)
-    types = (AxisType.Auto,) * 3
-    if slices == 1:
-        return jax.make_mesh(within, names, types, devices=devices)
-    placed = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices=devices)
-    return Mesh(placed, names, axis_types=types)
 
 
 def place_on(mesh: Mesh, mode: str, params: PyTree, min_size: int) -> Placement:

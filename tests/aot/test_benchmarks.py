@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.lab.compilers import compiler_options
-from benchmarks.lab.traffic import traffic
 from tests.aot.conftest import Compiler
 from tests.support.surroundings import benchmark_path  # noqa: F401
+from tests.support.traffic import traffic
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "benchmark_path")
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "benchmark_path")
 # What other tests here defend as well: these run, each with so many rows.
 RUNS = {
     "bench_distributed": ("--quick --platforms gpu", 3),
-    "bench_gather": ("--platforms gpu --tokens 64 --width 64 --experts 8", 4),
     "bench_skipping": (
         "--platforms gpu --layers 8 --width 512 --devices 8 --paths step --policies bfloat16 "
         "--skips none cond",
@@ -95,20 +94,6 @@ def test_recompute(gpu: Compiler) -> None:
         assert whole["products_own"] > 1.1
         assert auto["temp_own"] < 1
     assert by["gpt", "by hand + auto"]["temp_own"] < 0.5
-
-
-def test_memory(gpu: Compiler) -> None:
-    bench: Any = importlib.import_module("bench_memory")
-    rows = bench.main(
-        ["--platforms", "gpu", "--devices", "8", "--leaves", "1", "--width", "2048", "--no-write"]
-    )
-    for row in rows:
-        assert row["state"] == pytest.approx(row["formula"], rel=0.02)
-        # Codes need scales first: both moments of the one array lie there in float32 in between.
-        is_coded = row["moments"] == "int8"
-        assert row["temp"] < (8.1 if is_coded else 0.3)
-        assert row["traffic_ratio"] == pytest.approx(1, abs=0.02) or is_coded
-        assert row["traffic_ratio"] < 3.3
 
 
 SIZE = 8192**2  # arrays beyond a TPU's vector memory

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.lab.kernels import Schedule, estimated_cycles
 from benchmarks.lab.operations import hlo_product_flops, products_of
-from benchmarks.lab.traffic import Traffic, traffic
 from jaxmp._tools.hlo.parser import Instruction, Module
+from tests.support.traffic import Traffic, traffic
 
 # A loop of five turns, each of which multiplies, reads one layer of a stack and writes another.
 TURNS = 'backend_config={"known_trip_count":{"n":"5"}}'

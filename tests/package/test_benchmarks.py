@@ -2,10 +2,8 @@
 
 import functools
 import importlib
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import pytest
 import jaxmp
 from tests.support.surroundings import benchmark_path  # noqa: F401
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # What others defend as well: these run, each with so many rows.
 TINY = "--width 64 --layers 2 --repeats 2 "
 RUNS = {
@@ -27,16 +24,6 @@ RUNS = {
         TINY + "--vocab 256 --context 32 --batch 2 --policies mixed_float16",
         2,
     ),
-    "bench_recompute": ("--platform cpu --quick --repeats 2", 8),
-    "bench_memory": ("--platforms cpu", 5),
-    "bench_storage_loss": (
-        "--seeds 2 --steps 60 --width 32 --layers 1 --masters float32 remainder none "
-        "--moments float32",
-        3,
-    ),
-    "bench_mismatch": ("--steps 5 --width 32 --layers 1 --context 16 --windows 8", 3),
-    "bench_error_bars": ("--programs tanh factors --seeds 4 --steps 5", 3),
-    "bench_sensitivity": ("--models LSTM", 1),
 }
 
 pytestmark = [
@@ -57,9 +44,8 @@ def test_it_runs(name: str) -> None:
     assert all(map(math.isfinite, numbers))
 
 
-def test_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules() -> None:
     bench = importlib.import_module("bench_rules")
-    monkeypatch.setattr(bench, "_DEPTHS", bench._DEPTHS[:2])
     tiny = ["--layers", "2", "--repeats", "2", "--processes", "1", "--no-write"]
     rows = bench.main([*tiny, "--flax", "linen", "--stacks", "scan"])
     assert [row["author"] for row in rows] == ["by hand", "by hand, again", "rules", "autocast"]
@@ -70,21 +56,16 @@ def test_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules["trace_calls_ratio"] < 1.3 < autocast["trace_calls_ratio"]
 
 
-def test_autocast(tmp_path: Path) -> None:
+def test_autocast() -> None:
     bench = importlib.import_module("bench_autocast")
-    elsewhere = {"case": "measured elsewhere", "author": "another", "total_ratio": "2"}
-    (tmp_path / "peers.json").write_text(json.dumps([elsewhere]))
     tiny = ["--layers", "2", "--width", "32", "--repeats", "2", "--no-write"]
     tiny += ["--stacks", "one by one", "--libraries", "nnx"]
-    rows = bench.main([*tiny, "--peers", str(tmp_path / "peers.json")])
-    assert rows[-1] == elsewhere
+    rows = bench.main(tiny)
     case = {r["author"]: r for r in rows if r["case"] == "nnx, 2 layers, one by one"}
     # Python calls hardly differ from run to run, where times do. In tests, many are beartype's.
     assert case["nobody, again"]["calls_ratio"] == pytest.approx(1, abs=0.05)
     assert 1.05 < case["by hand"]["calls_ratio"] < case["autocast"]["calls_ratio"] < 4
-    assert all(row["total"] > row["trace"] > 0 for row in case.values())
-    assert all(case["autocast"][part] > 0 for part in ("plan", "again", "rest"))
-    assert "plan" not in case["by hand"]
+    assert all(row["total"] > 0 for row in case.values())
     for what in ("a step of plain JAX", "a call of a small function"):
         run = {row["author"]: row for row in rows if row["case"] == what}
         assert all(row["run"] > 0 for row in run.values())
@@ -151,33 +132,3 @@ def test_recompute_keeps_less_than_casts_by_hand() -> None:
             logs.append(math.log(kept / most))
     assert len(logs) == 12
     assert math.exp(sum(logs) / len(logs)) < 0.45
-
-
-def test_float8() -> None:
-    """What is planted is seen, by recipes and by the control that it is meant for."""
-    bench = importlib.import_module("bench_float8")
-    rows = {(row["case"], row["products"]): row for row in bench.main(["--quick", "--no-write"])}
-    plain, outlier, tokens = bench._CASES
-    losses, weighted = "training", "training, a million tokens"
-    for products in bench._RECIPES:  # in 8 bits, and no worse than that
-        least, most = (0.8, 3) if "int8" in products else (2, 10)
-        assert least < rows[plain, products]["error"] < most
-        assert rows[tokens, products]["error"] == pytest.approx(rows[plain, products]["error"])
-    # What is planted is an identity, as float32 and bfloat16 show.
-    assert rows[outlier, "float32"]["error"] == pytest.approx(0, abs=1e-3)
-    assert rows[tokens, "float32"]["error"] == pytest.approx(0, abs=1e-3)
-    assert rows[outlier, "bfloat16"]["error"] < 1
-    assert abs(rows[outlier, "rowwise_hp"]["norm_gap"]) < 2
-    for products in ("tensorwise", "rowwise", "int8"):
-        assert abs(rows[outlier, products]["norm_gap"]) > 5
-        assert rows[outlier, products]["error"] > 20
-    assert rows[tokens, "no scales"]["error"] > 50
-    for trains in (
-        rows[losses, "tensorwise"],
-        rows[weighted, "tensorwise"],
-        rows["training, 1,024 times the loss", "no scales"],
-    ):
-        assert abs(trains["valid_gap"]) < 1
-    assert rows[weighted, "no scales"]["valid_gap"] > 10
-    assert abs(rows[losses, "int8"]["valid_gap"]) < 1
-    assert rows[losses, "int8, no scales"]["valid_gap"] > 10

@@ -10,8 +10,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.lab.kernels import Schedule
-from benchmarks.lab.traffic import Traffic
 from jaxmp._tools.hlo.parser import Instruction, Module
+from tests.support.traffic import Traffic
 
 # A call of cuBLAS that multiplies float8 operands as they are.
 _FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'

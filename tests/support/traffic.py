@@ -8,9 +8,8 @@ import math
 import re
 from typing import NamedTuple
 
+from benchmarks.lab.kernels import Schedule, does_work
 from jaxmp._tools.hlo.parser import Array, Instruction, Module, Operand, dtype_of_hlo
-
-from .kernels import Schedule, does_work
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _TILE = re.compile(r":T\(([\d,]+)\)")
