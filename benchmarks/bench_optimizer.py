@@ -12,16 +12,13 @@ moments, 14 for bfloat16 params with float32 masters. Gradients are in `temp`.
 
 Before you compare rows:
 
-* The CPU backend has no 16-bit matrix products. It converts the operands to float32 and rounds
-  the result, so rows with bfloat16 computation carry float32 copies of weights and gradients in
-  `temp` that an accelerator does not have. Compare these rows with each other, not with float32.
-* With `skip="none"` the compiler may update one matrix before the next gradient is computed, and
-  then holds few gradients at a time. A check of all gradients, like clipping by their global norm,
-  needs all of them before the first update. The extra memory depends on the model, so there are
-  two: "list" keeps each matrix as an array of its own, "scan" stacks them and loops with
-  `lax.scan`, as large models do, which makes all gradients live at once in every row.
-* Compilers differ in what they can do in place. Results for `cond` and `select` on one backend do
-  not hold on another; measure where you train.
+* On a CPU, rows with bfloat16 computation carry float32 copies in `temp` that an accelerator does not
+  have. Compare these rows with each other, not with float32.
+* With `skip="none"` the compiler may update one matrix before the next gradient is computed. A check
+  of all gradients needs all of them before the first update. The extra memory depends on the model:
+  "list" keeps each matrix as an array of its own, "scan" stacks them, as large models do, which
+  makes all gradients live at once in every row.
+* Compilers differ in what they can do in place; measure where you train.
 
     python benchmarks/bench_optimizer.py --layers 32 --width 512
 """

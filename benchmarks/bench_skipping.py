@@ -44,8 +44,6 @@ _COLUMNS = (
     Column("skip", "skip"),
     Column("peak", "B/param", ".2f"),
     Column("temp", "of them temporary", ".2f"),
-    Column("copies", "copies of whole arrays", "d"),
-    Column("gathers", "gathers of whole arrays", "d"),
 )
 
 
@@ -70,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             "Compiled, not run; the hardware above only did the compiling. AdamW.",
             "Params and optimizer state are donated, and on 8 devices sharded over them.",
             "Where a TPU has too little memory its compiler tells the total only.",
-            "A copy or gather is counted if it holds at least half of the params of a device, "
-            "a prefetch into a TPU's vector memory is not.",
         ],
         rows,
     )
@@ -104,7 +100,7 @@ class _Case:
         self.per_device = layers * width**2 / len(devices)
 
     def row(self, skip: Any) -> Row:
-        """Bytes per param and what is copied, with this way to skip."""
+        """Bytes per param, with this way to skip."""
         tx = jaxmp.mixed_precision(
             optax.adamw(1e-3), self.policy, skip="none" if skip == "lax.cond" else skip
         )
@@ -117,14 +113,11 @@ class _Case:
                 raise
             return row | {"peak": float(needed[1]) * 2**30 / self.per_device}
         memory: Any = compiled.memory_analysis()
-        text = str(compiled.as_text())
         kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + kept + memory.temp_size_in_bytes
         return row | {
             "peak": total / self.per_device,
             "temp": memory.temp_size_in_bytes / self.per_device,
-            "copies": _large(text, "copy|copy-start", self.per_device / 2),
-            "gathers": _large(text, "all-gather|all-gather-done", self.per_device / 2),
         }
 
     def sharded(self, tree: PyTree) -> PyTree:
@@ -184,26 +177,6 @@ def _by_hand(loss_fn: Callable[..., Array], tx: jaxmp.MixedPrecision) -> jax.sta
 
 
 _PATHS = {"step": _step, "train step": _train_step}
-
-
-def _large(text: str, operations: str, size: float) -> int:
-    """How many operations of these names in a compiled program yield so large an array."""
-    text = re.sub(r"/\*index=\d+\*/", "", text)
-    results = re.findall(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) (?:{operations})\(", text, re.M)
-    sizes = []
-    for result in results:
-        if "S(1)" in result:  # in or out of a TPU's vector memory
-            continue
-        arrays = re.findall(r"\w\[([\d,]*)\]", result)
-        sizes.append(max(_product(array) for array in arrays))
-    return sum(each >= size for each in sizes)
-
-
-def _product(dimensions: str) -> int:
-    product = 1
-    for dimension in filter(None, dimensions.split(",")):
-        product *= int(dimension)
-    return product
 
 
 if __name__ == "__main__":
