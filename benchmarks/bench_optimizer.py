@@ -12,12 +12,10 @@ moments, 14 for bfloat16 params with float32 masters. Gradients are in `temp`.
 
 Before you compare rows:
 
-* On a CPU, rows with bfloat16 computation carry float32 copies in `temp` that an accelerator does not
-  have. Compare these rows with each other, not with float32.
-* With `skip="none"` the compiler may update one matrix before the next gradient is computed. A check
-  of all gradients needs all of them before the first update. The extra memory depends on the model:
-  "list" keeps each matrix as an array of its own, "scan" stacks them, as large models do, which
-  makes all gradients live at once in every row.
+* With `skip="none"` the compiler may update one matrix before the next gradient is computed. A
+  check of all gradients needs all of them before the first update. The extra memory depends on the
+  model: "list" keeps each matrix as an array of its own, "scan" stacks them, as large models do,
+  which makes all gradients live at once in every row.
 * Compilers differ in what they can do in place; measure where you train.
 
     python benchmarks/bench_optimizer.py --layers 32 --width 512

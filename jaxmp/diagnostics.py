@@ -1,5 +1,7 @@
 """Tools that say before a run what it will cost, and during it which operation overflows."""
 
+from typing import TYPE_CHECKING
+
 from jaxmp._numerics.histograms import histograms as histograms
 from jaxmp._numerics.removed_names import without as _without
 from jaxmp._tools.diagnostics.activation_histograms import (
@@ -21,14 +23,15 @@ from jaxmp._tools.planning.devices import (
 )
 from jaxmp._tools.planning.memory_plan import memory_plan as memory_plan
 
-__getattr__ = _without(
-    "jaxmp.diagnostics",
-    {
-        "Device": 'jaxmp.diagnostics.find_device("h100"), which returns one',
-        "Peaks": 'jaxmp.diagnostics.find_device("h100").peaks',
-        "ScalarLog": "with jaxmp.diagnostics.scalar_log(write) as log: log(step, metrics)",
-        "benchmark": "time.perf_counter() around steps that jax.block_until_ready(...) waits for",
-        "overflow_report": "jaxmp.diagnostics.underflow_report(grads, loss_scale=...), whose rows "
-        "have infinite, nan, largest and overflow",
-    },
-)
+if not TYPE_CHECKING:  # for a type checker, any name would be there
+    __getattr__ = _without(
+        "jaxmp.diagnostics",
+        {
+            "Device": 'jaxmp.diagnostics.find_device("h100"), which returns one',
+            "Peaks": 'jaxmp.diagnostics.find_device("h100").peaks',
+            "ScalarLog": "with jaxmp.diagnostics.scalar_log(write) as log: log(step, metrics)",
+            "benchmark": "time.perf_counter() around steps, and jax.block_until_ready(...)",
+            "overflow_report": "jaxmp.diagnostics.underflow_report(grads, loss_scale=...), whose "
+            "rows have infinite, nan, largest and overflow",
+        },
+    )

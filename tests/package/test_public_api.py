@@ -59,6 +59,24 @@ def test_names_that_diagnostics_lost_say_what_to_write(name: str) -> None:
     assert not hasattr(jaxmp.diagnostics, "never_there")
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        (jaxmp.float8, "with_state", 'jaxmp.get_policy("mixed_float8")'),
+        (jaxmp.diagnostics, "ScalarLog", "with jaxmp.diagnostics.scalar_log(write) as log:"),
+        (jaxmp.diagnostics, "benchmark", "time.perf_counter()"),
+        (jaxmp.diagnostics, "overflow_report", "jaxmp.diagnostics.underflow_report(grads"),
+    ],
+)
+def test_removed_names_say_what_to_write(module: types.ModuleType, name: str, instead: str) -> None:
+    assert name not in dir(module)
+    text = f"{module.__name__}.{name} was removed in version 0.2. Instead: {instead}"
+    with pytest.raises(AttributeError, match=re.escape(text)):
+        getattr(module, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
 def test_names() -> None:
     public = [
         name
