@@ -6,7 +6,7 @@ the optimizer, taken or skipped (`optimizer_step.py`, with `skipping.py`). The l
 defaults are in `_numerics/loss_scale.py`.
 
 The optimizer sees float32 alone: `masters.py` makes it of narrow params, `compact_state.py` of a
-narrow state. A way to store masters is a class in `master_storages.py`, whose docstring says where
-to list it; an option of all functions with gradients is a field of `GradientOptions`; a metric of a
-step is in `step_metrics.py`. `per_shard.py` sums gradients over parts of a batch in float32.
+narrow state. A way to store masters is a row of `STORAGES` in `master_storages.py`; an option of
+all functions with gradients is a field of `GradientOptions`; a metric of a step is in
+`step_metrics.py`. `per_shard.py` sums gradients over parts of a batch in float32.
 """

@@ -2,13 +2,13 @@
 
 A storage says what to store with one live param, and how to reconstruct its float32 master from
 both. The master follows its param: if the stored master does not round to the param, the param was
-set from outside, and its value is the new master. To add a storage, write a class with these
-methods, an entry in `STORAGES`, one in `_BY_DTYPE` (its arrays need a dtype that no other storage
-has), and its name in `master=` of `mixed_precision`; the rest of the optimizer does not change.
+set from outside, and its value is the new master. To add a storage, write its three functions, a
+row of `STORAGES`, and its name in `master=` of `mixed_precision`; the rest of the optimizer does
+not change.
 """
 
-import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,143 +22,138 @@ from jaxmp._numerics.stochastic import hashed_words, round_by_words, round_manti
 from jaxmp._numerics.tree import widen
 
 Wide = Float32[Array, "..."]  # the value of a master
+Narrow = Float[Array, "..."]
 
 
 class StoredParam(NamedTuple):
     """A live param, and what is stored with it."""
 
-    param: Float[Array, "..."]
+    param: Narrow
     master: Any
 
 
-@runtime_checkable
-class MasterStorage(Protocol):
+class MasterStorage(NamedTuple):
     """A way to store the float32 master of a param narrower than float32.
 
-    It stores an array in a dtype that no other storage uses, by which `storage_of` finds it, or
-    nothing (`NoMaster`).
+    Attributes:
+      dtype: of the stored array, which no other storage has; `""` if nothing is stored.
+      first: of the value of a first master and the dtype of the param: the param, and what is
+        stored.
+      load: of the param and the stored array: the master.
+      store: of a new value, the dtype, the stored array, the index of the param among all params,
+        and how many steps were taken (both for random words): the param, and what is stored.
     """
 
-    def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Returns a param of this dtype and what is stored, for a first master `value`."""
-        ...
-
-    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Returns the master."""
-        ...
-
-    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
-        """Returns the param and the stored array for a new master.
-
-        Args:
-          value: the new master.
-          dtype: the dtype of the param.
-          stored: the array that was stored before.
-          number: the index of the param among all params.
-          step: how many steps were taken, for random words.
-        """
-        ...
+    dtype: str
+    first: Callable[[Wide, DType], StoredParam]
+    load: Callable[[Narrow, Any], Wide]
+    store: Callable[[Wide, DType, Any, int, Any], StoredParam]
 
 
-class NoMaster:
-    """A storage of nothing: loses updates smaller than half a unit in the param's last place."""
-
-    def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Returns the rounded value."""
-        return StoredParam(round_finite(value, dtype), optax.MaskedNode())
-
-    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Returns the widened param."""
-        return widen(param)
-
-    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
-        """Returns the rounded value."""
-        return StoredParam(round_finite(value, dtype), stored)
+def _rounded(value: Wide, dtype: DType, stored: Any, *_: Any) -> StoredParam:
+    return StoredParam(round_finite(value, dtype), stored)
 
 
-class Float32Copy:
-    """A storage of the master itself: 4 bytes, and 2 of the param."""
-
-    def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Returns the rounded value, and the value."""
-        return StoredParam(round_finite(value, dtype), value)
-
-    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Returns the copy where it rounds to the param, the widened param elsewhere."""
-        return follow(stored, param)
-
-    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
-        """Returns the rounded value, and the value."""
-        return StoredParam(round_finite(value, dtype), value)
+def _copied(value: Wide, dtype: DType, *_: Any) -> StoredParam:
+    return StoredParam(round_finite(value, dtype), value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Remainders:
-    """A storage of the bits of the master that its bfloat16 param lacks.
-
-    With 16 bits, training is the same to the bit as with a float32 master whose param rounds ties
-    away from zero. With 8 bits, the master has 24 bits in all, to which a step rounds it at random.
-
-    Args:
-      low_bits: 16 or 8.
-    """
-
-    low_bits: int
-
-    def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Splits the value."""
+def _first_remainder(low_bits: int) -> Callable[[Wide, DType], StoredParam]:
+    def first(value: Wide, dtype: DType) -> StoredParam:
         if dtype != jnp.bfloat16:
             raise TypeError(
                 f"is {dtype}, and a remainder completes bfloat16 alone, which has the exponents of "
                 "float32. Use master='float32' or 'kahan', or a policy with bfloat16 params"
             )
-        return self._split(value)
+        return StoredParam(*split_float32(value, low_bits=low_bits))
 
-    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Merges both. A param set from outside keeps the remainder of the old param."""
-        # No bit shows that a param was set: every remainder rounds to the param. The exceptions are
-        # zero and infinity, where the param counts as set.
-        master = merge_float32(param, stored)
-        return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
-
-    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
-        """Splits the value; to 24 bits, rounded at random."""
-        if self.low_bits == 8:  # to nearest, updates below half of the last bit never add up
-            value = round_mantissa(value, 15, _words(value, number, step))
-        return self._split(value)
-
-    def _split(self, value: Float32[Array, "..."]) -> StoredParam:
-        return StoredParam(*split_float32(value, low_bits=self.low_bits))
+    return first
 
 
-class KahanSum:
-    """A storage of the param's rounding error, in bfloat16, to be added before the next update.
+def _merged(param: Narrow, stored: Any) -> Wide:
+    # No bit shows that a param was set: every remainder rounds to the param, and one that was set
+    # keeps the remainder of the old. The exceptions are zero and infinity, where it counts as set.
+    master = merge_float32(param, stored)
+    return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
 
-    A step rounds the error at random: to nearest, updates below half of its last bit never add up.
 
-    Source: Kahan, "Further remarks on reducing truncation errors" (1965).
-    """
+def _split(value: Wide, *_: Any) -> StoredParam:
+    return StoredParam(*split_float32(value))
 
-    def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Returns the rounded value, and its rounding error."""
-        param, error = self._split(value, dtype)
-        return StoredParam(param, error.astype(jnp.bfloat16))
 
-    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Adds the error to the param, unless rounding cannot have made such an error."""
-        value, error = widen(param), widen(stored)
-        # A larger error belongs to another param: this one was set from outside.
-        return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
+def _split_at_random(value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
+    # To nearest, updates below half of the last bit never add up.
+    value = round_mantissa(value, 15, _words(value, number, step))
+    return StoredParam(*split_float32(value, low_bits=8))
 
-    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
-        """Returns the rounded value, and its rounding error, rounded at random."""
-        param, error = self._split(value, dtype)
-        # bfloat16 for float16 params too: their errors would often be too small for float16.
-        return StoredParam(param, round_by_words(error, BFLOAT16, _words(value, number, step)))
 
-    def _split(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        param = round_finite(value, dtype)
-        return StoredParam(param, value - widen_rounded(param))
+def _with_error(value: Wide, dtype: DType) -> StoredParam:
+    param = round_finite(value, dtype)
+    return StoredParam(param, value - widen_rounded(param))
+
+
+def _first_error(value: Wide, dtype: DType) -> StoredParam:
+    param, error = _with_error(value, dtype)
+    return StoredParam(param, error.astype(jnp.bfloat16))
+
+
+def _corrected(param: Narrow, stored: Any) -> Wide:
+    value, error = widen(param), widen(stored)
+    # Rounding makes no larger error: it belongs to another param, and this one was set.
+    return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
+
+
+def _error_at_random(value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
+    param, error = _with_error(value, dtype)
+    # bfloat16 for float16 params too: their errors would often be too small for float16. At random:
+    # to nearest, updates below half of its last bit never add up.
+    return StoredParam(param, round_by_words(error, BFLOAT16, _words(value, number, step)))
+
+
+def _rounded_at_random(value: Wide, dtype: DType, count: Any, number: int, _: Any) -> StoredParam:
+    words = _words(value, number, count)
+    return StoredParam(round_by_words(value, dtype, words), count + jnp.uint32(1))
+
+
+def _words(value: Wide, number: int, step: Any) -> UInt32[Array, "..."]:
+    # Params of one shape need other words, or all would round the same way.
+    return hashed_words(value.shape, [jnp.uint32(number), step])
+
+
+def _widened(param: Narrow, stored: Any) -> Wide:
+    return widen(param)
+
+
+STORAGES: dict[str, MasterStorage] = {
+    # The master itself: 4 bytes, and 2 of the param.
+    "float32": MasterStorage(
+        "float32", _copied, lambda param, stored: follow(stored, param), _copied
+    ),
+    # The bits of the master that its bfloat16 param lacks. With 16 bits, training is the same to
+    # the bit as with a float32 master whose param rounds ties away from zero.
+    "remainder": MasterStorage("int16", _first_remainder(16), _merged, _split),
+    # With 8 bits, the master has 24 bits in all, to which a step rounds it at random.
+    "remainder8": MasterStorage("int8", _first_remainder(8), _merged, _split_at_random),
+    # The param's rounding error, in bfloat16, to be added before the next update: Kahan, "Further
+    # remarks on reducing truncation errors" (1965).
+    "kahan": MasterStorage("bfloat16", _first_error, _corrected, _error_at_random),
+    # The count of steps alone: updates too small for the param add up in the mean.
+    "stochastic": MasterStorage(
+        "uint32",
+        lambda value, dtype: _rounded(value, dtype, jnp.uint32(0)),
+        _widened,
+        _rounded_at_random,
+    ),
+    # Nothing: updates smaller than half a unit in the param's last place are lost.
+    "none": MasterStorage(
+        "", lambda value, dtype: _rounded(value, dtype, optax.MaskedNode()), _widened, _rounded
+    ),
+}
+_BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}
+
+
+def storage_of(stored: Any) -> MasterStorage:
+    return _BY_DTYPE["" if isinstance(stored, optax.MaskedNode) else stored.dtype.name]
 
 
 def half_unit(param: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -173,51 +168,6 @@ def half_unit(param: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     bits = jax.lax.bitcast_convert_type(widen(param), jnp.int32)
     power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
     return jnp.maximum(power, float(info.tiny)) * 2.0 ** -(info.nmant + 1)
-
-
-class StochasticRounding:
-    """A storage of the step count alone: updates too small for the param add up in the mean."""
-
-    def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Returns the value rounded to nearest, and zero."""
-        return StoredParam(round_finite(value, dtype), jnp.uint32(0))
-
-    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Returns the widened param."""
-        return widen(param)
-
-    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
-        """Rounds the value up or down by random words of this param and step."""
-        words = _words(value, number, stored)
-        return StoredParam(round_by_words(value, dtype, words), stored + jnp.uint32(1))
-
-
-def _words(value: Float32[Array, "..."], number: int, step: Any) -> UInt32[Array, "..."]:
-    # Params of one shape need other words, or all would round the same way.
-    return hashed_words(value.shape, [jnp.uint32(number), step])
-
-
-STORAGES: dict[str, MasterStorage] = {
-    "float32": Float32Copy(),
-    "remainder": Remainders(16),
-    "remainder8": Remainders(8),
-    "kahan": KahanSum(),
-    "stochastic": StochasticRounding(),
-    "none": NoMaster(),
-}
-_BY_DTYPE = {
-    "float32": "float32",
-    "int16": "remainder",
-    "int8": "remainder8",
-    "bfloat16": "kahan",
-    "uint32": "stochastic",
-}
-
-
-def storage_of(stored: Any) -> MasterStorage:
-    if isinstance(stored, optax.MaskedNode):
-        return STORAGES["none"]
-    return STORAGES[_BY_DTYPE[stored.dtype.name]]
 
 
 def follow(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32, PyTree
 from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_narrow
 from jaxmp._numerics.rounding import round_finite
 from jaxmp._numerics.tree import leaf_names, widen
-from jaxmp._training.master_storages import STORAGES, MasterStorage, NoMaster, StoredParam
+from jaxmp._training.master_storages import STORAGES, MasterStorage, StoredParam
 
 
 class LiveAndMaster(NamedTuple):
@@ -80,7 +80,7 @@ class Masters:
             if not is_narrow(dtype) or not is_floating(value):
                 return StoredParam(value.astype(dtype), optax.MaskedNode())
             # A frozen backbone needs no masters, which are as many bytes as its params or more.
-            storage = self.storage if is_trainable else NoMaster()
+            storage = self.storage if is_trainable else STORAGES["none"]
             try:
                 return storage.first(value.astype(at_least_float32(dtype)), dtype)
             except TypeError as error:
