@@ -14,6 +14,7 @@ whole array for a reduce-scatter, an all-gather or an all-to-all, twice that for
 import argparse
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -159,7 +160,8 @@ class _Case:
         compiled = self.lower(program, evaluate).compile(self.options)
         memory: Any = compiled.memory_analysis()
         counted: Any = compiled.cost_analysis()  # none on GPUs
-        flops = counted["flops"] if counted else sum(hlo_product_flops(compiled.as_text()).values())
+        products = hlo_product_flops(str(compiled.as_text())).values()
+        flops = counted["flops"] if counted else math.fsum(products)
         cost: Row = {"flops": flops, "temp": memory.temp_size_in_bytes / 1e6}
         cost |= {"sums": {}, "gathers": {}, "others": {}}
         for row in jaxmp.sharding.collectives(compiled, mesh=self.placement.mesh):

@@ -3,8 +3,7 @@
 Layers run one by one, where tracing costs most, or in a scan. Each measurement starts with empty
 caches, as in a new process; contenders take turns.
 
-    python benchmarks/bench_tracing.py            # ten minutes on two CPU cores
-    python benchmarks/bench_tracing.py --compile  # to the first step: half an hour
+    python benchmarks/bench_tracing.py    # ten minutes on two CPU cores
 """
 
 import argparse
@@ -130,8 +129,6 @@ def _rows(name: str, args: argparse.Namespace) -> list[Row]:
                 gc.disable()  # as timeit does: a collection may fall into the turn of one alone
                 start = time.perf_counter()
                 lowered = way()
-                if args.compile:
-                    lowered.compile()
                 seconds[i].append(time.perf_counter() - start)
                 gc.enable()
                 lines[i] = lowered.as_text().count("\n")
@@ -146,13 +143,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
     parser = argparse.ArgumentParser(description="Trace and lower, over casts by hand.")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--compile", action="store_true", help="compile too")
     add_repeats(parser, repeats=3, steps=1)
     args = parse(parser, argv)
     rows = [row for name in args.cases for row in _rows(name, args)]
     report = Report(
         "bench_tracing",
-        "Trace, lower and compile" if args.compile else "Trace and lower",
+        "Trace and lower",
         _COLUMNS,
         [
             f"The least of {args.repeats} rounds, in turn, each with JAX's caches emptied before.",
@@ -162,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             "recomputation in loops of the step of jaxmp.",
         ],
         rows,
-        name="tracing" + ("-compiled" if args.compile else ""),
     )
     return report.publish(args)
 

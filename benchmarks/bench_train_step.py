@@ -6,10 +6,7 @@ optax for float32; params cast by a jmp policy inside the loss for mixed_bfloat1
 without any check for bfloat16. All train the same model on the same batch with the same optimizer,
 donate their state, and report loss and gradient norm. They take turns in one run.
 
-On a GPU, float32 runs with TF32 matrix products and without.
-
-    python benchmarks/bench_train_step.py                # minutes on two CPU cores
-    python benchmarks/bench_train_step.py --preset 400m  # a GPU
+    python benchmarks/bench_train_step.py    # minutes on two CPU cores; for a GPU: `make device`
 """
 
 import argparse
@@ -35,10 +32,7 @@ from measurement import Column, Report, Row, add_repeats, parse
 
 import jaxmp
 
-_PRESETS: dict[str, dict[str, int]] = {
-    "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},
-    "400m": {"layers": 28, "width": 1024, "heads": 16, "vocab": 50304, "context": 1024, "batch": 8},
-}
+_SIZES = {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8}
 _POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 _INITIAL_SCALE = 2.0**15
 
@@ -49,10 +43,7 @@ _COLUMNS = (
     Column("max_ms", "max", ".1f"),
     Column("over_float32", "time over float32 by hand"),
     Column("over_by_hand", "time over by hand"),
-    Column("tokens_per_second", "tokens/s", ",.0f"),
-    Column("teraflops", "TFLOP/s", ".3g"),
     Column("planned_mib", "planned MiB", ",.0f"),
-    Column("device_peak_mib", "device peak MiB", ",.0f"),
     Column("loss", "last loss", ".4f"),
     Column("loss_scale", "last scale", "g"),
 )
@@ -61,41 +52,23 @@ _COLUMNS = (
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
     args = _parse(argv)
-    model = gpt.GPT(
-        args.layers, args.width, args.heads, args.vocab, args.context, args.remat, args.attention
-    )
+    model = gpt.GPT(args.layers, args.width, args.heads, args.vocab, args.context)
     batch = jax.random.randint(jax.random.key(1), (args.batch, args.context + 1), 0, args.vocab)
     cases, init = _cases(args.policies), jax.jit(model.init)
-    losses = [model.computing_in(_compute_dtype(case)).loss for case in cases]
-    steps = [
-        compile_step(_contender(case, loss, init), batch)
-        for case, loss in zip(cases, losses, strict=True)
-    ]
+    steps = [compile_step(_contender(case, model.loss, init), batch) for case in cases]
     times = time_in_turn(steps, batch, rounds=args.repeats, steps=args.steps)
-    rows = [
-        _row(case, times, step.memory, model, args.batch)
-        for case, step in zip(cases, steps, strict=True)
-    ]
-    assumptions = _assumptions(model, args)
-    return Report("bench_train_step", "Train step of a GPT", _COLUMNS, assumptions, rows).publish(
-        args
-    )
+    rows = [_row(case, times, step.memory) for case, step in zip(cases, steps, strict=True)]
+    title, assumptions = "Train step of a GPT", _assumptions(model, args)
+    return Report("bench_train_step", title, _COLUMNS, assumptions, rows).publish(args)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The train step of a GPT under each policy.")
-    parser.add_argument("--preset", choices=_PRESETS, default="small")
-    for size in _PRESETS["small"]:
-        parser.add_argument(f"--{size}", type=int, help="instead of the preset's")
-    parser.add_argument("--remat", action="store_true", help="recompute blocks in backward")
-    parser.add_argument("--attention", choices=["xla", "cudnn"], default="xla")
+    for name, size in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
     add_repeats(parser, repeats=7, steps=2)
-    args = parse(parser, argv)
-    for size, value in _PRESETS[args.preset].items():
-        if getattr(args, size) is None:
-            setattr(args, size, value)
-    return args
+    return parse(parser, argv)
 
 
 def _assumptions(model: gpt.GPT, args: argparse.Namespace) -> list[str]:
@@ -108,24 +81,21 @@ def _assumptions(model: gpt.GPT, args: argparse.Namespace) -> list[str]:
         f"Times: {args.repeats} rounds in which each contender takes one turn of {args.steps} "
         "steps after one that is not timed; min and max are over rounds, ratios are taken within "
         "them: median (least to greatest). 'By hand' is the hand-written step of the same policy.",
-        f"Floating-point operations of a step: {gpt.FLOPS}.",
-        "Planned memory is argument + output + temp - alias of the compiled step. The device's "
-        "high-water mark cannot be set back: a row that did not raise it has none.",
+        "Planned memory is argument + output + temp - alias of the compiled step.",
         f"A float16 scale below {_INITIAL_SCALE:g} at the end would tell of skipped steps.",
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Which of the contenders: by whom, under which policy, at which matmul precision."""
+    """Which of the contenders: by whom, under which policy."""
 
     author: Literal["by hand", "jaxmp"]
     policy: str
-    precision: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.author}, {self.policy}{f' ({self.precision})' if self.precision else ''}"
+        return f"{self.author}, {self.policy}"
 
     @property
     def by_hand(self) -> "_Case":
@@ -133,25 +103,19 @@ class _Case:
 
 
 def _cases(policies: Sequence[str]) -> list[_Case]:
-    precisions = ("tensorfloat32", "highest") if jax.default_backend() == "gpu" else (None,)
     cases = []
     # The first is what all others are compared with, so it is there for any policies.
     for policy in dict.fromkeys(("float32", *policies)):
-        for precision in precisions if policy == "float32" else (None,):
-            cases.append(_Case("by hand", policy, precision))
-            if policy in policies:
-                cases.append(_Case("jaxmp", policy, precision))
+        cases.append(_Case("by hand", policy))
+        if policy in policies:
+            cases.append(_Case("jaxmp", policy))
     return cases
-
-
-def _compute_dtype(case: _Case) -> str:
-    return jnp.dtype(jaxmp.get_policy(case.policy).compute_dtype).name
 
 
 def _contender(case: _Case, loss: handwritten.LossFn, init: handwritten.Init) -> Contender:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
     start, step = (_jaxmp if case.author == "jaxmp" else _by_hand)(case.policy, loss, tx, init)
-    return Contender(case.name, start, step, case.precision)
+    return Contender(case.name, start, step)
 
 
 def _by_hand(
@@ -190,16 +154,9 @@ def _jaxmp(
     return handwritten.Steps(lambda: jaxmp.TrainState.create(params=init(), tx=tx), step)
 
 
-def _row(
-    case: _Case,
-    times: dict[str, Measurement],
-    memory: PlannedMemory,
-    model: gpt.GPT,
-    batch: int,
-) -> Row:
+def _row(case: _Case, times: dict[str, Measurement], memory: PlannedMemory) -> Row:
     mine = times[case.name]
     median = statistics.median(mine.seconds)
-    rate = model.flops(batch) / median
     float32 = next(iter(times.values()))
     by_hand = times[case.by_hand.name]
     return {
@@ -209,10 +166,7 @@ def _row(
         "max_ms": 1e3 * max(mine.seconds),
         "over_float32": spread(mine.ratios(float32)),
         "over_by_hand": spread(mine.ratios(by_hand)) if case.author == "jaxmp" else None,
-        "tokens_per_second": batch * model.context / median,
-        "teraflops": rate / 1e12,
         "planned_mib": memory.peak / 2**20,
-        "device_peak_mib": mine.device_peak / 2**20 if mine.device_peak else None,
         **{f"{part}_bytes": size for part, size in memory._asdict().items()},
         "seconds": mine.seconds,
         **mine.metrics,

@@ -167,26 +167,25 @@ _UNDER_JMP: dict[str, Callable[[], Parts]] = {
 
 def _by_jmp(make: Callable[[], Parts], dtype: str) -> Program:
     loss, params, batch = make()
-    return gradient(by_jmp(loss, dtype), params, batch, dtype=dtype, plain=loss)
+    return gradient(by_jmp(loss, dtype), params, batch, dtype=dtype)
 
 
 def _autocast(make: Callable[[], Parts], dtype: str, policy: Any = None, **options: Any) -> Program:
     loss, params, batch = make()
     lowered = under_autocast(loss, policy or dtype, **{"kernels": "traced", **options})
-    return gradient(lowered, params, batch, dtype=dtype, plain=loss)
+    return gradient(lowered, params, batch, dtype=dtype)
 
 
 def _written_out(kind: Any, sizes: Sizes = SIZES, **options: Any) -> Program:
     """Casts by hand where they belong, and not of all params at once."""
     loss, params, batch = _stacked(kind, sizes, by_hand=True, **options)
-    plain = _stacked(kind, sizes, **options)[0]
-    return gradient(loss, params, batch, dtype="bfloat16", plain=plain)
+    return gradient(loss, params, batch, dtype="bfloat16")
 
 
 def _under_rules(rules: jaxmp.PolicyRules) -> Program:
     loss, params, tokens = _of_any_dtype()
     lowered = under_autocast(loss, rules)
-    return gradient(lowered, params, tokens, dtype="bfloat16", plain=loss)
+    return gradient(lowered, params, tokens, dtype="bfloat16")
 
 
 def _recomputed(mode: Any, **options: Any) -> Program:
@@ -197,7 +196,7 @@ def _recomputed(mode: Any, **options: Any) -> Program:
 def _recomputed_by_hand(mode: Any) -> Program:
     loss, params, batch = _stacked(GPT, by_hand=True)
     lean = jaxmp.recompute(loss, mode)
-    return gradient(lean, params, batch, dtype="bfloat16", plain=_stacked(GPT)[0])
+    return gradient(lean, params, batch, dtype="bfloat16")
 
 
 def _float8(recipe: str, scan: bool) -> Program:

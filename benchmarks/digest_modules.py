@@ -1,6 +1,5 @@
 """Programs of linen, nnx and Equinox for the digests: models that know nothing of precision."""
 
-import dataclasses
 import functools
 from typing import Any, cast
 
@@ -110,10 +109,9 @@ def linen_loss(module: nn.Module, inputs: Any) -> tuple[Any, PyTree, PyTree]:
 
 
 def _linen(module: nn.Module, inputs: Any, rules: Any = _POLICY) -> Program:
-    plain = linen_loss(module, inputs)[0]
     loss, params, rest = linen_loss(jaxmp.linen.apply_policy(module, rules), inputs)
     batch = inputs, rest
-    return gradient(loss, params, batch, dtype="bfloat16", plain=plain, has_aux=True)
+    return gradient(loss, params, batch, dtype="bfloat16", has_aux=True)
 
 
 # ----------------------------------------------------------------------------------------- nnx
@@ -190,18 +188,17 @@ class _NnxLifted(nnx.Module):
 def _nnx(kind: Any, inputs: Any, rules: Any = _POLICY) -> Program:
     model = nnx.eval_shape(lambda: kind(nnx.Rngs(0)))
     under = jaxmp.nnx.apply_policy(model, rules)
-    run, args = _nnx_gradient(under, jaxmp.nnx.value_and_grad, inputs)
-    base, plain_args = _nnx_gradient(model, nnx.value_and_grad, inputs)
+    run, args = _nnx_gradient(under, inputs)
     loss, loss_args = _nnx_loss(under, inputs)
-    return Program(run, args, loss, loss_args, base, plain_args)
+    return Program(run, args, loss, loss_args)
 
 
-def _nnx_gradient(model: Any, value_and_grad: Any, inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+def _nnx_gradient(model: Any, inputs: Any) -> tuple[Any, tuple[Any, ...]]:
     graphdef, state = nnx.split(model)
 
     def run(state: Any, x: Any) -> Any:
         model = nnx.merge(graphdef, state)
-        results = value_and_grad(lambda m, x: mean_square(m(x)))(model, x)
+        results = jaxmp.nnx.value_and_grad(lambda m, x: mean_square(m(x)))(model, x)
         return results, nnx.state(model)
 
     return run, (state, inputs)
@@ -222,10 +219,8 @@ def _nnx_loss(model: Any, inputs: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _flax_gpt(library: str, scan: bool, policy: Any = _POLICY, **options: Any) -> Program:
     loss, params = flax_gpt.PROGRAMS[library](SIZES, scan, policy)
-    plain, wide = flax_gpt.PROGRAMS[library](SIZES, scan, None)
     tokens = jax.ShapeDtypeStruct((SIZES.batch, SIZES.length + 1), jnp.int32)
-    program = gradient(loss, params, tokens, dtype="bfloat16", plain=plain, **options)
-    return dataclasses.replace(program, plain_args=(wide, tokens))
+    return gradient(loss, params, tokens, dtype="bfloat16", **options)
 
 
 class _EquinoxCNN(eqx.Module):
@@ -257,17 +252,10 @@ class _EquinoxAttention(eqx.Module):
 
 
 def _equinox(kind: Any, inputs: Any, **options: Any) -> Program:
-    plain = eqx.filter_eval_shape(kind, jax.random.key(0))
     model = eqx.filter_eval_shape(
         lambda key: jaxmp.equinox.apply_policy(kind(key), _POLICY), jax.random.key(0)
     )
-    by_us = functools.partial(jaxmp.equinox.filter_value_and_grad, **options)
-    run, args = _equinox_gradient(model, by_us, inputs)
-    base, plain_args = _equinox_gradient(plain, eqx.filter_value_and_grad, inputs)
-    return Program(run, args, plain=base, plain_args=plain_args)
-
-
-def _equinox_gradient(model: Any, value_and_grad: Any, inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+    value_and_grad: Any = functools.partial(jaxmp.equinox.filter_value_and_grad, **options)
     params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
     def run(params: Any, x: Any) -> Any:
@@ -276,7 +264,7 @@ def _equinox_gradient(model: Any, value_and_grad: Any, inputs: Any) -> tuple[Any
 
         return value_and_grad(loss)(eqx.combine(params, static), x)
 
-    return run, (params, inputs)
+    return Program(run, (params, inputs))
 
 
 def _modules() -> dict[str, Make]:

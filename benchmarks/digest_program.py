@@ -25,16 +25,12 @@ class Program:
       args: its arguments.
       loss: what its backward pass keeps bytes of; None if that is said by another program.
       loss_args: the arguments of the loss; by default `args`.
-      plain: the same without jaxmp, in float32; None if there is no such thing.
-      plain_args: the arguments of that; by default `args`.
     """
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     loss: Loss | None = None
     loss_args: tuple[Any, ...] | None = None
-    plain: Callable[..., Any] | None = None
-    plain_args: tuple[Any, ...] | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -50,16 +46,13 @@ def abstract(make: Callable[..., Any], *args: Any) -> Any:
     return jax.eval_shape(make, *args)
 
 
-def gradient(
-    loss: Loss, params: PyTree, batch: PyTree, *, dtype: str, plain: Loss | None, **options: Any
-) -> Program:
+def gradient(loss: Loss, params: PyTree, batch: PyTree, *, dtype: str, **options: Any) -> Program:
     """The gradient of a loss of params and batch; in float16 with a loss scale."""
     if dtype == "float16":
         options["loss_scale"] = _SCALE
-    base = None if plain is None else jax.value_and_grad(plain)
     run = jaxmp.value_and_grad(loss, **options)
     lean = jaxmp.recompute(loss, options.get("recompute", "never"))
-    return Program(run, (params, batch), lean, plain=base)
+    return Program(run, (params, batch), lean)
 
 
 def by_jmp(loss: Loss, dtype: str) -> Loss:

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import handwritten
 import jax
 import jax.numpy as jnp
 import optax
@@ -56,7 +55,7 @@ def _placement(mode: Any) -> Placement:
 def _over_devices(placement: Placement, evaluate: Callable[..., Any], loss: Any = None) -> Program:
     args = _placed(_LM.params(), placement.stored), _tokens(placement)
     run = jax.jit(evaluate, out_shardings=(None, placement.stored))
-    return Program(run, args, loss, plain=jax.value_and_grad(_LM.loss))
+    return Program(run, args, loss)
 
 
 def _float32_sums(mode: Any, **options: Any) -> Program:
@@ -109,13 +108,7 @@ def _optimizer(tx: jaxmp.MixedPrecision) -> Program:
     shapes = {"w": (128, 64), "b": (64,)}
     wide = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     params, state = jax.eval_shape(tx.init_params, wide)
-
-    def plain(grads: PyTree, state: Any, params: PyTree) -> Any:
-        updates, state = _ADAMW.update(wide, state, params)
-        return optax.apply_updates(params, updates), state
-
-    base = wide, abstract(_ADAMW.init, wide), wide
-    return Program(tx.apply_gradients, (wide, state, params), plain=plain, plain_args=base)
+    return Program(tx.apply_gradients, (wide, state, params))
 
 
 def _wrapped(policy: str = "bfloat16", **options: Any) -> Program:
@@ -139,11 +132,7 @@ def _step(loss: Any, policy: Any, **options: Any) -> Any:
 def _train(make: Any, dtype: str, **options: Any) -> Program:
     loss, params, batch = make()
     policy = POLICIES[dtype]
-    init = functools.partial(jax.tree.map, jnp.zeros_like, params)
-    steps = handwritten.plain(loss, _ADAMW, init, metrics=handwritten.loss_and_norm)
-    plain_args = abstract(steps.start), batch
-    run = _step(loss, policy, **options)
-    return Program(run, (_state(params, policy), batch), plain=steps.step, plain_args=plain_args)
+    return Program(_step(loss, policy, **options), (_state(params, policy), batch))
 
 
 def _gpt() -> Any:

@@ -17,10 +17,8 @@ everything, and has its own file.
 import argparse
 import json
 import pathlib
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,9 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({name: now[name]}), flush=True)
         if writes:
             write(path, read(path) | {name: now[name]})
-        if writes and args.times:
-            ratio = trace_ratio(PROGRAMS[name], args.times)
-            write(_times_file(path), read(_times_file(path)) | {name: ratio})
     if args.compare:
         return report(read(path), now, complete=not args.only)
     if writes and not args.only:
@@ -82,7 +77,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="+", metavar="NAME", help="these programs; the results keep the others")
     add("--texts", type=pathlib.Path, metavar="FOLDER", help="write the text of each program there")
     add("--compare", action="store_true", help="print what differs from the results; write none")
-    add("--times", type=int, default=1, metavar="N", help="trace each N times for the ratio")
     add("--no-write", action="store_true", help="print only, write no results")
     add("--results", type=pathlib.Path, default=RESULTS, help="where the results are")
     return parser.parse_args(argv)
@@ -151,26 +145,6 @@ def compiled(program: Program) -> Digest:
     }
 
 
-def trace_ratio(make: Callable[[], Program], times: int) -> float | None:
-    """How long a trace takes, over that of the same model without jaxmp; None if there is none."""
-    if make().plain is None:
-        return None
-    ratios = []
-    for _ in range(times):
-        program = make()
-        assert program.plain is not None
-        own = _seconds(program.run, program.args)
-        ratios.append(own / _seconds(program.plain, program.plain_args or program.args))
-    return round(statistics.median(ratios), 2)
-
-
-def _seconds(run: Callable[..., Any], args: Iterable[Any]) -> float:
-    jax.clear_caches()
-    start = time.perf_counter()
-    jax.make_jaxpr(run)(*args)
-    return time.perf_counter() - start
-
-
 # --------------------------------------------------------------------------------------- results
 
 
@@ -184,10 +158,6 @@ def write(path: pathlib.Path, digests: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (f"{json.dumps(name)}: {json.dumps(digests[name])}" for name in sorted(digests))
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _times_file(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(path.name.replace("digests_", "digests-trace-ratios_"))
 
 
 def differences(before: Digest, now: Digest, fields: Iterable[str]) -> list[str]:

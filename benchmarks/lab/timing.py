@@ -59,15 +59,11 @@ class CompiledStep:
       contender: the contender.
       run: the compiled step.
       memory: what it needs.
-      trace_seconds: how long tracing and lowering took.
-      compile_seconds: how long XLA took; little, if it has the program in its cache.
     """
 
     contender: Contender
     run: Callable[[Any, Any], tuple[Any, Metrics]]
     memory: PlannedMemory
-    trace_seconds: float = 0.0
-    compile_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -77,13 +73,10 @@ class Measurement:
     Attributes:
       seconds: per step, one number for each round.
       metrics: of the last step of the last round.
-      device_peak: the device's high-water mark, in bytes, if this contender raised it. The mark
-        cannot be set back, so a contender that needs less than an earlier one has None.
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    device_peak: int | None = None
 
     def ratios(self, baseline: "Measurement") -> list[float]:
         """Times the baseline's, round by round."""
@@ -94,15 +87,11 @@ def compile_step(contender: Contender, batch: Any) -> CompiledStep:
     """Compiles a contender's step for its own state, without making the state."""
     state = jax.eval_shape(contender.start)
     with jax.default_matmul_precision(contender.precision):
-        began = time.perf_counter()
-        lowered = jax.jit(contender.step, donate_argnums=0).lower(state, batch)
-        traced = time.perf_counter()
-        compiled = lowered.compile()
-        ended = time.perf_counter()
+        compiled = jax.jit(contender.step, donate_argnums=0).lower(state, batch).compile()
     memory = planned_memory(compiled)
     if memory is None:
         raise RuntimeError(f"{jax.default_backend()} does not tell what memory a program needs")
-    return CompiledStep(contender, compiled, memory, traced - began, ended - traced)
+    return CompiledStep(contender, compiled, memory)
 
 
 def planned_memory(compiled: Any) -> PlannedMemory | None:
@@ -128,7 +117,6 @@ def time_in_turn(
 
 
 def _take_turn(compiled: CompiledStep, batch: Any, steps: int, into: Measurement) -> None:
-    before = _device_peak()
     # The first step touches memory that was never used, and is not timed.
     state, metrics = compiled.run(compiled.contender.start(), batch)
     jax.block_until_ready((state, metrics))
@@ -142,14 +130,6 @@ def _take_turn(compiled: CompiledStep, batch: Any, steps: int, into: Measurement
         for name, x in metrics.items()
         if hasattr(x, "dtype") and jnp.ndim(x) == 0 and not jnp.iscomplexobj(x)
     }
-    after = _device_peak()
-    if before is not None and after is not None and after > before:
-        into.device_peak = after
-
-
-def _device_peak() -> int | None:
-    stats = jax.devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None
 
 
 def spread(values: Sequence[float]) -> str:

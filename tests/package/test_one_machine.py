@@ -1,4 +1,4 @@
-"""How a program runs is written once: one evaluator, one form, one table of wires.
+"""One mechanism answers a question. How a program runs is written once, and so are others.
 
 A second loop that hands results from operation to operation is a second evaluator, and whoever
 enters a new kind of equation has to find it.
@@ -23,6 +23,33 @@ HANDS_ON = {
     "_program.parts": "places of values: the text by which equal parts are known",
     "_recompute.pieces": "the values that exist when a piece runs",
 }
+# Other questions, the calls that answer them, and the modules that may make these. Autocast asks
+# what decides a dtype, the reduction where a sum over the batch begins: two weights on purpose.
+ANSWERS = {
+    "makes classes": ({"types.new_class", "type of three"}, {"_modules.marks"}),
+    "sets dtypes of layers": (
+        {"layer_dtype", "takes_float_dtype"},
+        {
+            "_flax.linen_interceptor",
+            "_flax.module_checks",
+            "_flax.nnx_modules",
+            "_flax.nnx_policy",
+        },
+    ),
+    "follows weights of autocast": (
+        {"is_weight", "_is_weight"},
+        {"_autocast.layers", "_autocast.op_plans", "_autocast.planners"},
+    ),
+    "follows weights of the reduction": (
+        {"origin_of", "like_param"},
+        {
+            "_float32_reduction.custom_derivatives",
+            "_float32_reduction.reductions",
+            "_float32_reduction.values",
+            "_float32_reduction.weights",
+        },
+    ),
+}
 # What JAX calls the operands and programs of control flow, and the files that know it.
 KNOWS_CONTROL_FLOW = {"_program.wiring", "_program.compat", "_program.op_classes"}
 OF_CONTROL_FLOW = {"scan", "while", "cond", "cond_nconsts", "body_nconsts", "num_carry", "ft_in"}
@@ -33,7 +60,7 @@ OTHERS = {
     "_tools.inspect.checks": {"while"},  # the name of a row of a report
     "_training.skipping": {"cond"},  # a way to skip a step
 }
-_LISTS = {"ops", "eqns", "sites", "steps"}
+_LISTS = {"ops", "eqns", "sites", "op_plans"}
 _RESULTS = {"outputs", "outvars"}
 
 
@@ -90,9 +117,9 @@ for equation in compat.open_jaxpr(jaxpr).eqns:
     env.update(zip(equation.outvars, made, strict=True))
 """,
         """
-for step in plan.steps:
-    made = run_step(step, values)
-    for number, value in zip(step.op.outputs, made, strict=True):
+for op_plan in plan.op_plans:
+    made = run_op_plan(op_plan, values)
+    for number, value in zip(op_plan.op.outputs, made, strict=True):
         values.known[number] = value
 """,
     ],
@@ -120,3 +147,22 @@ def test_one_form_of_a_program() -> None:
         "_autocast.kernels": {"_Kernel"},
     }
     assert classes_with("class Site:\n    equation: Any", "equation") == {"Site"}
+
+
+def calls_in(source: str) -> set[str]:
+    """The names of functions that a source calls; `type` only where it makes a class."""
+    calls = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)]
+    names = {ast.unparse(each.func) for each in calls if ast.unparse(each.func) != "type"}
+    makes = any(ast.unparse(each.func) == "type" and len(each.args) == 3 for each in calls)
+    return names | ({"type of three"} if makes else set())
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_one_mechanism_answers_a_question(question: str) -> None:
+    calls, modules = ANSWERS[question]
+    assert {name for name in MODULES if calls_in(source_of(name)) & calls} == modules
+
+
+def test_the_check_sees_a_second_factory() -> None:
+    assert calls_in("twin = type(cls.__name__, (cls,), {})") & ANSWERS["makes classes"][0]
+    assert not calls_in("cls = type(module)") & ANSWERS["makes classes"][0]
