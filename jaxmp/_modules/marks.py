@@ -9,7 +9,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxmp._modules.scopes import new_instance
 
@@ -26,6 +26,7 @@ class Method:
         return getattr(super(self.under, module), self.name)(*args, **kwargs)
 
 
+@runtime_checkable
 class Mark(Protocol):
     """What says how the methods of a module are called."""
 

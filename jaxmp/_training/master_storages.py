@@ -50,11 +50,11 @@ class MasterStorage(NamedTuple):
     store: Callable[[Wide, DType, Any, int, Any], StoredParam]
 
 
-def _rounded(value: Wide, dtype: DType, stored: Any, *_: Any) -> StoredParam:
+def _rounded_param(value: Wide, dtype: DType, stored: Any, *_: Any) -> StoredParam:
     return StoredParam(round_finite(value, dtype), stored)
 
 
-def _copied(value: Wide, dtype: DType, *_: Any) -> StoredParam:
+def _copied_master(value: Wide, dtype: DType, *_: Any) -> StoredParam:
     return StoredParam(round_finite(value, dtype), value)
 
 
@@ -120,14 +120,14 @@ def _words(value: Wide, number: int, step: Any) -> UInt32[Array, "..."]:
     return hashed_words(value.shape, [jnp.uint32(number), step])
 
 
-def _widened(param: Narrow, stored: Any) -> Wide:
+def _widened_param(param: Narrow, stored: Any) -> Wide:
     return widen(param)
 
 
 STORAGES: dict[str, MasterStorage] = {
     # The master itself: 4 bytes, and 2 of the param.
     "float32": MasterStorage(
-        "float32", _copied, lambda param, stored: follow(stored, param), _copied
+        "float32", _copied_master, lambda param, stored: follow(stored, param), _copied_master
     ),
     # The bits of the master that its bfloat16 param lacks. With 16 bits, training is the same to
     # the bit as with a float32 master whose param rounds ties away from zero.
@@ -140,13 +140,16 @@ STORAGES: dict[str, MasterStorage] = {
     # The count of steps alone: updates too small for the param add up in the mean.
     "stochastic": MasterStorage(
         "uint32",
-        lambda value, dtype: _rounded(value, dtype, jnp.uint32(0)),
-        _widened,
+        lambda value, dtype: _rounded_param(value, dtype, jnp.uint32(0)),
+        _widened_param,
         _rounded_at_random,
     ),
     # Nothing: updates smaller than half a unit in the param's last place are lost.
     "none": MasterStorage(
-        "", lambda value, dtype: _rounded(value, dtype, optax.MaskedNode()), _widened, _rounded
+        "",
+        lambda value, dtype: _rounded_param(value, dtype, optax.MaskedNode()),
+        _widened_param,
+        _rounded_param,
     ),
 }
 _BY_DTYPE = {storage.dtype: storage for storage in STORAGES.values()}

@@ -547,5 +547,5 @@ def test_axes_of_unknown_length_count_as_long() -> None:
 
 
 def test_an_unknown_dtype_of_codes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kept must be 'int8' or 'float8_e4m3fn', got 'int4'"):
+    with pytest.raises(ValueError, match=r"codes must be 'int8' or 'float8_e4m3fn', got 'int4'"):
         jaxmp.recompute(stream, codes="int4")  # type: ignore[arg-type]
