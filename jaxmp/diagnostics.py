@@ -1,6 +1,6 @@
 """Tools that say before a run what it will cost, and during it which operation overflows."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from jaxmp._numerics.histograms import histograms as histograms
 from jaxmp._numerics.removed_names import without as _without
@@ -23,7 +23,7 @@ from jaxmp._tools.planning.devices import (
 )
 from jaxmp._tools.planning.memory_plan import memory_plan as memory_plan
 
-if not TYPE_CHECKING:  # for a type checker, any name would be there
+if not _typing.TYPE_CHECKING:  # for a type checker, any name would be there
     __getattr__ = _without(
         "jaxmp.diagnostics",
         {

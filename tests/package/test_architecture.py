@@ -148,7 +148,7 @@ def test_facades_only_hand_on(module: str) -> None:
 def names_the_removed(node: ast.stmt) -> bool:
     """Whether a statement says what to write in place of removed names."""
     text = ast.unparse(node)
-    return text.startswith("if not TYPE_CHECKING:\n    __getattr__ = _without(")
+    return text.startswith("if not _typing.TYPE_CHECKING:\n    __getattr__ = _without(")
 
 
 def test_no_module_imports_what_imports_it() -> None:
