@@ -384,6 +384,15 @@ def test_copies_and_pickles_are_under_the_same_rules() -> None:
             assert twin == module
 
 
+def test_classes_keep_their_names() -> None:
+    class Local(nn.Module):
+        """Errors and summaries name it."""
+
+    under = type(ruled(Local(), "bfloat16"))
+    assert (under.__qualname__, under.__module__) == (Local.__qualname__, __name__)
+    assert under.__doc__ == Local.__doc__
+
+
 def test_bound_modules() -> None:
     model = ruled(SetupNet())
     variables = abstract(model)

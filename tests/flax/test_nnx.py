@@ -193,6 +193,22 @@ def test_split_merge_copies_and_pickles_are_under_the_same_rules() -> None:
         assert nnx.graphdef(twin) == nnx.graphdef(module)
 
 
+class Encoding(nnx.Module):
+    """A module whose users call a method."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(2, 2, rngs=rngs)
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.dense(x))
+
+
+def test_public_methods_run_in_scopes() -> None:
+    model = jaxmp.nnx.with_scopes(nnx.List([Encoding(nnx.Rngs(0))]))
+    program = jax.make_jaxpr(lambda x: model[0].encode(x))(np.ones((1, 2), np.float32))
+    assert str(program.eqns[-1].source_info.name_stack) == "0"
+
+
 @pytest.mark.slow
 def test_one_jitted_function_of_many_models() -> None:
     traces = []
