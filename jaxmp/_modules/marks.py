@@ -23,7 +23,9 @@ class Method:
 
     def __call__(self, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the method of the class below the marked one."""
-        return getattr(super(self.under, module), self.name)(*args, **kwargs)
+        # A method that was bound under a mark may be called after the mark is taken off.
+        below = super(self.under, module) if isinstance(module, self.under) else module
+        return getattr(below, self.name)(*args, **kwargs)
 
 
 @runtime_checkable
@@ -76,12 +78,16 @@ def marked_class(
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         reduced = super(marked, self).__reduce_ex__(protocol)
+        # Subclasses, and classes with a way of their own, are as without a mark.
+        makes = reduced[0]
+        by_default = makes is new_instance or getattr(makes, "__module__", "") == "copyreg"
+        if type(self) is not marked or not by_default:
+            return reduced
         # Pickle finds classes by name, and most often finds the author's.
-        own = type(self)
-        found: Any = sys.modules.get(own.__module__)
-        for part in own.__qualname__.split("."):
+        found: Any = sys.modules.get(cls.__module__)
+        for part in cls.__qualname__.split("."):
             found = getattr(found, part, None)
-        return reduced if found is own else (new_instance, remake, *reduced[2:])
+        return reduced if found is marked else (new_instance, remake, *reduced[2:])
 
     content: dict[str, Any] = {
         "__module__": cls.__module__,

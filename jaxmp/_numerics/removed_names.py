@@ -45,11 +45,11 @@ def takes_old_options(**renamed: str) -> Callable[[_FunctionT], _FunctionT]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             for old in renamed.keys() & options.keys():
-                warn(
-                    f"{old}= is {renamed[old]}= now: the next version takes that alone",
-                    DeprecationWarning,
-                )
-                options.setdefault(renamed[old], options.pop(old))
+                new = renamed[old]
+                if new in options:
+                    raise TypeError(f"{old}= is the old name of {new}=: give {new}= alone")
+                warn(f"{old}= is {new}= now: the next version takes only that", DeprecationWarning)
+                options[new] = options.pop(old)
             return function(*args, **options)
 
         return call  # type: ignore[return-value]

@@ -384,6 +384,16 @@ def test_copies_and_pickles_are_under_the_same_rules() -> None:
             assert twin == module
 
 
+def test_local_subclasses_of_a_decorated_class_are_copied_as_they_are() -> None:
+    class Local(Encoder):
+        """No name finds it."""
+
+    for module in (Local(), nn.remat(Encoder)()):
+        assert type(copy.deepcopy(module)) is type(module)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
+        pickle.dumps(Local())
+
+
 def test_classes_keep_their_names() -> None:
     class Local(nn.Module):
         """Errors and summaries name it."""

@@ -193,6 +193,32 @@ def test_split_merge_copies_and_pickles_are_under_the_same_rules() -> None:
         assert nnx.graphdef(twin) == nnx.graphdef(module)
 
 
+def test_a_bound_method_outlives_the_policy() -> None:
+    model = ruled(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    call, cls = model.__call__, type(model)
+    jaxmp.nnx.remove_policy(model)
+    x = np.ones((1, 2), np.float32)
+    assert call(x).dtype == cls.__call__(model, x).dtype == jnp.float32
+
+
+class Remade(nnx.Module):
+    """A class with a pickle of its own: no lambda has one."""
+
+    def __init__(self) -> None:
+        self.double = lambda x: 2 * x
+
+    def __call__(self, x: Any) -> Any:
+        return self.double(x)
+
+    def __reduce__(self) -> Any:
+        return Remade, ()
+
+
+def test_a_class_with_a_pickle_of_its_own_keeps_it() -> None:
+    twin = pickle.loads(pickle.dumps(jaxmp.nnx.with_scopes(Remade())))
+    assert twin(2) == 4
+
+
 class Encoding(nnx.Module):
     """A module whose users call a method."""
 

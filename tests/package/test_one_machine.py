@@ -23,8 +23,9 @@ HANDS_ON = {
     "_program.parts": "places of values: the text by which equal parts are known",
     "_recompute.pieces": "the values that exist when a piece runs",
 }
-# Other questions, the calls that answer them, and the modules that may make these. Autocast asks
-# what decides a dtype, the reduction where a sum over the batch begins: two weights on purpose.
+# Other questions, the calls that answer them, and the modules that may make these. Weights are
+# followed twice: autocast asks what decides a dtype, the reduction where a sum over the batch
+# begins, and the answers differ.
 ANSWERS = {
     "makes classes": ({"types.new_class", "type of three"}, {"_modules.marks"}),
     "sets dtypes of layers": (

@@ -77,6 +77,8 @@ def test_what_a_device_does_not_multiply_runs_wider() -> None:
     assert v100.of("bfloat16") == v100.of("float32") == v100.float32
     assert a100.of("float8_e4m3fn") == a100.bfloat16
     assert a100.of("float64") == a100.float32
+    assert a100.of("complex64") == a100.tensorfloat32
+    assert v5e.of("uint8") == v5e.of("int8")
     assert v5e.of("float8_e5m2") == v5e.bfloat16
     assert v5e.of("int8") == 2 * v5e.bfloat16
 

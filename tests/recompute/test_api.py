@@ -744,6 +744,17 @@ def test_sums_and_gathers_over_devices_are_the_same(author: str) -> None:
 
 
 def test_options_by_their_old_names() -> None:
-    with pytest.warns(DeprecationWarning, match="dear= is save= now: the next version takes that"):
-        old = jaxmp.recompute(mlp, dear=["tanh"])  # type: ignore[call-arg]
-    assert kept_bytes(old, X, W, V) == kept_bytes(jaxmp.recompute(mlp, save=["tanh"]), X, W, V)
+    recompute: Any = jaxmp.recompute
+    for old, new, value in (("dear", "save", ["tanh"]), ("kept", "codes", "int8")):
+        with pytest.warns(DeprecationWarning, match=f"{old}= is {new}= now: the next version"):
+            lean = recompute(loss_of_rows, **{old: value})
+        assert kept_bytes(lean, LARGE) == kept_bytes(recompute(loss_of_rows, **{new: value}), LARGE)
+        with pytest.raises(TypeError, match=f"{old}= is the old name of {new}=: give {new}= alone"):
+            recompute(loss_of_rows, **{old: value, new: value})
+
+
+LARGE = np.ones((64, 64), np.float32)
+
+
+def loss_of_rows(x: Any) -> Any:
+    return jnp.sum(jnp.sin(jnp.tanh(x @ x)) @ x)

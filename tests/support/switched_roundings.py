@@ -73,9 +73,3 @@ def measured_alone(
 
 def norm(arrays: Sequence[Any]) -> float:
     return float(np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in arrays)))
-
-
-def rank_correlation(one: Sequence[float], two: Sequence[float]) -> float:
-    """Returns that of Spearman."""
-    ranks = np.array([np.argsort(np.argsort(x)) for x in (one, two)])
-    return float(np.corrcoef(ranks)[0, 1])

@@ -56,7 +56,7 @@ class Peaks(NamedTuple):
         6.0
         """
         name = jnp.dtype(dtype).name
-        if rate := self._by_dtype(name, precision):
+        if rate := self._by_dtype("float32" if name == "complex64" else name, precision):
             return rate
         if jnp.dtype(dtype).itemsize == 1 and max(self.bfloat16, self.float16):
             return self.bfloat16 or self.float16
@@ -72,7 +72,7 @@ class Peaks(NamedTuple):
             return self.float32 if precision in _EXACT else self.tensorfloat32
         if name in _FLOAT8:
             return self.float8
-        return float(self._asdict().get(name, 0.0))
+        return float(self._asdict().get({"uint8": "int8"}.get(name, name), 0.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
