@@ -3,7 +3,8 @@
 - What flows: rules -> a `Decision` for a module -> `ModulePolicy` -> `Casts` around its call, and a
   `Promise` of the dtypes that it returns. A layer with a `dtype` gets that attribute set.
 - linen decides when a module is called: `linen_policy.py` makes the subclass,
-  `linen_interceptor.py` runs the calls. nnx decides once: `nnx_plans.py` plans, `nnx_policy.py`
+  `linen_interceptor.py` runs the calls, `linen_layers.py` sets dtypes, `linen_record.py` reports
+  what was reached. nnx decides once: `nnx_plans.py` plans, `nnx_policy.py`
   applies. Read `module_casts.py` first: both rest on it, and on `module_checks.py`.
 - `nnx_autocast.py` and `nnx_training.py` are autocast and gradients of live modules; they name
   operations by `nnx_scopes.py`, as nnx has no name stack.

@@ -11,13 +11,8 @@ import jmp
 from flax import linen as nn
 
 from jaxmp._flax.layer_products import float8_text
-from jaxmp._flax.linen_interceptor import (
-    is_other_model,
-    is_reached,
-    linen_takes_dtype,
-    params_of_linen,
-    session,
-)
+from jaxmp._flax.linen_interceptor import is_other_model, is_reached, session
+from jaxmp._flax.linen_layers import linen_takes_dtype, params_of_linen
 from jaxmp._modules.decisions import kind_text, module_rules
 from jaxmp._modules.marks import Method, marked_class
 from jaxmp._modules.summary import Row, Summary, dtype_text
@@ -235,10 +230,7 @@ class _ClassRules(NamedTuple):
         with session(self.rules, module.path, module, strict=self.strict) as active:
             out = method(module, *args, **kwargs)
         if active is not None and method.name == "__call__":
-            active.check_traces(module.variables)
-            active.warn(module.variables, whole=True, again=module.is_initializing())
-            if module.is_initializing():
-                active.warn_unused(strict=self.strict)
+            active.report(module.variables, whole=True, is_init=module.is_initializing())
         return out
 
     def _call_root(self, method: Method, module: Any, args: Any, kwargs: Any) -> Any:
@@ -249,10 +241,7 @@ class _ClassRules(NamedTuple):
             is_init = method.name != "apply"
             if is_init:
                 variables = out if method.name == "init" else out[1]
-            active.check_traces(variables)
-            active.warn(variables, whole=not kwargs.get("method"), again=is_init)
-            if is_init:  # it calls all modules: a rule without effect shows
-                active.warn_unused(strict=self.strict)
+            active.report(variables, whole=not kwargs.get("method"), is_init=is_init)
         return out
 
 

@@ -31,7 +31,7 @@ ANSWERS = {
     "sets dtypes of layers": (
         {"layer_dtype", "takes_float_dtype"},
         {
-            "_flax.linen_interceptor",
+            "_flax.linen_layers",
             "_flax.module_checks",
             "_flax.nnx_modules",
             "_flax.nnx_policy",
