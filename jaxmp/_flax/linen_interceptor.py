@@ -10,7 +10,7 @@ import jax
 from flax import linen as nn
 
 from jaxmp._flax.linen_layers import (
-    is_flax_layer,
+    is_linen_layer,
     linen_takes_dtype,
     params_of_linen,
     round_new_params,
@@ -134,7 +134,7 @@ class _Session:
             call.inputs, call.out = (args, kwargs), next_fun(*args, **kwargs)
             return call.out
 
-        self.calls.append(_Frame(path, decision, is_flax_layer(module), parts))
+        self.calls.append(_Frame(path, decision, is_linen_layer(module), parts))
         try:
             out = call_with_casts(function, call.casts, args, kwargs)
         finally:

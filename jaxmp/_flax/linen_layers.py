@@ -23,7 +23,7 @@ def linen_takes_dtype(module: nn.Module) -> bool:
     return "dtype" in fields and takes_float_dtype(getattr(module, "dtype", None))
 
 
-def is_flax_layer(module: nn.Module) -> bool:
+def is_linen_layer(module: nn.Module) -> bool:
     """Whether this module is a layer of Flax, whose inner layers Flax's own code makes."""
     # An author's module has `nn.Module` of Flax among its bases, but declares its `dtype` itself.
     return linen_takes_dtype(module) and any(

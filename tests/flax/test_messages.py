@@ -169,14 +169,13 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "got the dtype float16, which does not say what has it: the params, the computation or the "
      "output. Write 'mixed_float16'"),
     ("None as policy", lambda: jaxmp.get_policy(None), TypeError,
-     "policy must be a string or a Policy, got NoneType"),
+     "policy must be a string or a Policy, got None. 'none' is for make_train_step alone"),
     ("toml", lambda: PolicyRules.from_toml("rules ="), ValueError, "Invalid value"),
     ("family", lambda: jaxmp.rules.keep_float32("bf16", "norms"), TypeError,
      "keep_float32 takes families such as jaxmp.rules.NORMS, got 'norms'. For a pattern of your "
      "own write PolicyRules([(pattern, 'float32')], default=policy)"),
     ("rules", lambda: jaxmp.linen.apply_policy(nn.Dense(1), [("a", "f32")]), TypeError,
-     "rules must be jaxmp.PolicyRules, a policy or its name, got list. Pairs of pattern and "
-     "policy go into PolicyRules([...])"),
+     "rules must be jaxmp.PolicyRules([(pattern, policy), ...]), a policy or its name, got list"),
     ("O2 of a step", lambda: step_under("O2"), ValueError,
      "the optimizer was wrapped for rules about types of modules (as 'O2' has them), which a "
      "function has not. Put the model under them with jaxmp.linen.apply_policy or "
@@ -201,7 +200,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "jaxmp.linen works on linen modules, got dict"),
     ("summary in linen", lambda: jaxmp.linen.summary(3, KEY, X), TypeError,
      "jaxmp.linen works on linen modules, got int"),
-    ("decorated module", lambda: jaxmp.linen.with_policy("bf16")(nn.Dense(2)), TypeError,
+    ("decorated module", lambda: jaxmp.linen.with_policy("bfloat16")(nn.Dense(2)), TypeError,
      "For a module write jaxmp.linen.apply_policy(module, rules)"),
     ("bound", lambda: BoundInside().init(KEY, X), ValueError,
      "Dense is bound to its variables or to a parent already. Apply the policy to the unbound "
