@@ -232,6 +232,8 @@ def is_backward(stack: Any) -> bool:
 def _plan_op(
     op: Op, states: States, context: PlanContext, region: Region, cast_back: Collection[int]
 ) -> OpPlan:
+    # What holds for a whole region comes first, then what holds for one operation whatever its
+    # class (kernels, casts, programs inside), and the class last.
     functions = (*context.functions, *op.functions)
     context.names.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)

@@ -33,7 +33,7 @@ from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
 from jaxmp._program.derivatives import Run, with_derivative, with_passes
 from jaxmp._program.evaluate import Cells, Interpreter, evaluate
-from jaxmp._program.facts import Demands, shared_programs
+from jaxmp._program.facts import BackwardAnalysis, shared_programs
 from jaxmp._program.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW, IDENTITIES
 from jaxmp._program.program import Op, Program, read
 
@@ -46,7 +46,7 @@ def sum_in_float32(
     def programs(equation: core.JaxprEqn) -> list[Any]:
         return compat.bodies_of(equation) if equation.primitive.name in CONTROL_FLOW else []
 
-    demands = Demands(_float32_operands, shared_programs(programs), decisions=False)
+    demands = BackwardAnalysis(_float32_operands, shared_programs(programs), decisions=False)
     backward = read(program)
     return evaluate(backward, arguments, _Float32Sums(demands, backward, in_float32))
 
@@ -62,7 +62,9 @@ def _float32_operands(op: Op, in_float32: Sequence[bool]) -> list[bool]:
 class _Float32Sums(Interpreter[Any]):
     """Runs a backward pass; some of its results, and the sums on the way to them, in float32."""
 
-    def __init__(self, demands: Demands, program: Program, in_float32: Sequence[bool]) -> None:
+    def __init__(
+        self, demands: BackwardAnalysis, program: Program, in_float32: Sequence[bool]
+    ) -> None:
         self.demands, self.in_float32 = demands, in_float32
         self.float32_values = demands.values(program, in_float32)
 

@@ -13,7 +13,7 @@ from jaxmp._float32_reduction.values import FLOAT32
 from jaxmp._numerics.precision import meaning_of, name_of_param
 from jaxmp._numerics.rounding import BFLOAT16, rounded_to_bfloat16
 from jaxmp._primitives.open_rounding import open_gradient, open_operand
-from jaxmp._program.facts import Propagation, Question, shared_programs
+from jaxmp._program.facts import ForwardAnalysis, Propagation, shared_programs
 from jaxmp._program.op_classes import CONTRACTIONS, may_be_sum
 from jaxmp._program.program import Memo, Op
 
@@ -51,7 +51,7 @@ class Sums:
 
     def __init__(self) -> None:
         self.inside = shared_programs()
-        self.facts = Propagation(_question(_is_sum), self.inside)
+        self.facts = Propagation(_analysis(_is_sum), self.inside)
         self.memo = Memo()
 
     def through(self, op: Op, summed: Sequence[bool]) -> Sequence[bool]:
@@ -71,7 +71,7 @@ class Sums:
             found.append(reads_openly(inner, operands))
             return _is_sum(inner, operands)
 
-        Propagation(_question(rule), self.inside).through(op, list(summed))
+        Propagation(_analysis(rule), self.inside).through(op, list(summed))
         return any(found)
 
 
@@ -79,5 +79,7 @@ def _is_sum(op: Op, operands: Sequence[bool]) -> list[bool]:
     return [may_be_sum(op.name, any(operands))] * len(op.outputs)
 
 
-def _question(rule: Any) -> Question[bool]:
-    return Question(False, operator.or_, rule, keep=lambda aval, x: x and aval.dtype == FLOAT32)
+def _analysis(rule: Any) -> ForwardAnalysis[bool]:
+    return ForwardAnalysis(
+        False, operator.or_, rule, restrict=lambda aval, x: x and aval.dtype == FLOAT32
+    )

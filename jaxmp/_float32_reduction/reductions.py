@@ -297,8 +297,8 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
 
     An operand that was computed from params gets its source here; autocast knows of none.
     """
-    form = equation.params["form"]
-    traced_operands, others = operands_of(values[1:], equation.params["kept"])
+    product_map = equation.params["product_map"]
+    traced_operands, others = operands_of(values[1:], equation.params["specs"])
     operands, gathers = [], []
     for traced in traced_operands:
         array, source, gather = traced.value.product_operand()
@@ -309,8 +309,8 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
             source = value.source if value.of_params else value.array
         operands.append(ProductOperand(array, traced.scale and traced.scale.array, source))
         gathers.append(gather)
-    form = form.gathering(tuple(gathers)) if any(gathers) else form
-    result = with_derivatives(values[0].operand(), form, operands, _arrays_of(others))
+    product_map = product_map.gathering(tuple(gathers)) if any(gathers) else product_map
+    result = with_derivatives(values[0].operand(), product_map, operands, _arrays_of(others))
     is_weight = without_data([traced.value for traced in traced_operands])
     return [like_param(result) if is_weight else _activation(result)]
 

@@ -136,7 +136,7 @@ def with_derivatives(
     The result has none itself. `others` are operands without a derivative.
     """
     arrays, specs = flat_operands(operands, others)
-    return _attach_gradient_p.bind(out, *arrays, form=bilinear, kept=specs)
+    return _attach_gradient_p.bind(out, *arrays, product_map=bilinear, specs=specs)
 
 
 def _bilinear(
@@ -152,9 +152,9 @@ def _bilinear(
     return _bilinear_p.bind(
         *arrays,
         jaxpr=bilinear.realized(result_role, specs, avals, dtype),
-        form=bilinear,
+        product_map=bilinear,
         returned=result_role,
-        kept=specs,
+        specs=specs,
         dtype=np.dtype(dtype),
     )
 
@@ -193,39 +193,49 @@ def _cotangents(bilinear: BilinearMap, result_role: int, specs: Any, ct: Any, ar
     return cotangents
 
 
-def _attach_gradient_jvp(primals: Any, tangents: Any, *, form: BilinearMap, kept: Any) -> Any:
-    out = _attach_gradient_p.bind(*primals, form=form, kept=kept)
-    terms = _tangents(form, RESULT, out.dtype, kept, primals[1:], tangents[1:])
+def _attach_gradient_jvp(
+    primals: Any, tangents: Any, *, product_map: BilinearMap, specs: Any
+) -> Any:
+    out = _attach_gradient_p.bind(*primals, product_map=product_map, specs=specs)
+    terms = _tangents(product_map, RESULT, out.dtype, specs, primals[1:], tangents[1:])
     return out, functools.reduce(ad.add_tangents, terms, tangents[0])
 
 
-def _attach_gradient_transpose(ct: Any, *args: Any, form: BilinearMap, kept: Any) -> Any:
+def _attach_gradient_transpose(ct: Any, *args: Any, product_map: BilinearMap, specs: Any) -> Any:
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
     if not any(map(ad.is_undefined_primal, args[1:])):
         return [ct, *[None] * (len(args) - 1)]
     # The result also depends on the linear operand through the detached product, but that part has
     # no derivative: the other primitive has all of it.
-    return [None, *_cotangents(form, RESULT, kept, ct, args[1:])]
+    return [None, *_cotangents(product_map, RESULT, specs, ct, args[1:])]
 
 
 def _bilinear_jvp(
-    primals: Any, tangents: Any, *, form: BilinearMap, returned: int, kept: Any, **params: Any
+    primals: Any,
+    tangents: Any,
+    *,
+    product_map: BilinearMap,
+    returned: int,
+    specs: Any,
+    **params: Any,
 ) -> Any:
-    out = _bilinear_p.bind(*primals, form=form, returned=returned, kept=kept, **params)
-    terms = _tangents(form, returned, params["dtype"], kept, primals, tangents)
+    out = _bilinear_p.bind(
+        *primals, product_map=product_map, returned=returned, specs=specs, **params
+    )
+    terms = _tangents(product_map, returned, params["dtype"], specs, primals, tangents)
     if not terms:
         return out, zero_tangent(out)
     return out, functools.reduce(ad.add_tangents, terms)
 
 
 def _bilinear_transpose(
-    ct: Any, *args: Any, form: BilinearMap, returned: int, kept: Any, **params: Any
+    ct: Any, *args: Any, product_map: BilinearMap, returned: int, specs: Any, **params: Any
 ) -> Any:
     del params
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
-    return _cotangents(form, returned, kept, ct, args)
+    return _cotangents(product_map, returned, specs, ct, args)
 
 
 def _at_axis(x: Any, axis_before: int | None, axis: int | None, size: int) -> Any:
@@ -263,28 +273,37 @@ def _batch(
     return batched_map, batched, others
 
 
-def _attach_gradient_batch(args: Any, axes: Any, *, form: BilinearMap, kept: Any) -> Any:
+def _attach_gradient_batch(args: Any, axes: Any, *, product_map: BilinearMap, specs: Any) -> Any:
     size = batch_size(args, axes)
-    (*_, others), out = operands_of(args[1:], kept), axes[0]
+    (*_, others), out = operands_of(args[1:], specs), axes[0]
     out = 0 if out is None or others else out
     result = _at_axis(args[0], axes[0], out, size)
     if all(axis is None for axis in axes[1:]):
         args, axes = [args[0], _at_axis(args[1], None, 0, size), *args[2:]], [out, 0, *axes[2:]]
-    form, operands, others = _batch(form, RESULT, kept, args[1:], axes[1:], out)
-    return with_derivatives(result, form, operands, others), out
+    product_map, operands, others = _batch(product_map, RESULT, specs, args[1:], axes[1:], out)
+    return with_derivatives(result, product_map, operands, others), out
 
 
 def _bilinear_batch(
-    args: Any, axes: Any, *, jaxpr: Any, form: BilinearMap, returned: int, kept: Any, dtype: Any
+    args: Any,
+    axes: Any,
+    *,
+    jaxpr: Any,
+    product_map: BilinearMap,
+    returned: int,
+    specs: Any,
+    dtype: Any,
 ) -> Any:
     del jaxpr
-    form, operands, others = _batch(form, returned, kept, args, axes, 0)
-    return _bilinear(form, returned, dtype, operands, others), 0
+    product_map, operands, others = _batch(product_map, returned, specs, args, axes, 0)
+    return _bilinear(product_map, returned, dtype, operands, others), 0
 
 
-def _bilinear_aval(lhs: Any, rhs: Any, *others: Any, form: BilinearMap, **params: Any) -> Any:
+def _bilinear_aval(
+    lhs: Any, rhs: Any, *others: Any, product_map: BilinearMap, **params: Any
+) -> Any:
     varying = max((lhs, rhs), key=lambda x: len(x.mat.varying))
-    return result_aval(varying, form.shapes[params["returned"]], params["dtype"])
+    return result_aval(varying, product_map.shapes[params["returned"]], params["dtype"])
 
 
 def _lower(ctx: Any, *args: Any, jaxpr: Any, function: Any = None, **params: Any) -> Any:
@@ -296,10 +315,10 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any, function: Any = None, **params: Any
 
 
 def _lower_on_cpu(ctx: Any, *args: Any, jaxpr: Any, dtype: Any, **params: Any) -> Any:
-    form, returned, kept = (params[name] for name in ("form", "returned", "kept"))
+    product_map, returned, specs = (params[name] for name in ("product_map", "returned", "specs"))
 
     def function(*args: Any) -> Any:
-        return form.multiplied(returned, *operands_of(args, kept), np.float32, exact=True)
+        return product_map.multiplied(returned, *operands_of(args, specs), np.float32, exact=True)
 
     # Many 16-bit products with a float32 result fail on CPU, some only after partitioning:
     # "Unsupported element type for DotThunk". Products of 16-bit numbers are exact in float32, so

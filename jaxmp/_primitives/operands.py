@@ -25,11 +25,11 @@ class ProductOperand(NamedTuple):
         return self.value if self.source is None else self.source
 
     @property
-    def kept(self) -> "Kept":
-        return Kept(self.scale is not None, self.source is not None, self.derivative)
+    def spec(self) -> "OperandSpec":
+        return OperandSpec(self.scale is not None, self.source is not None, self.derivative)
 
 
-class Kept(NamedTuple):
+class OperandSpec(NamedTuple):
     """The facts about an operand without its arrays; attributes as in `ProductOperand`."""
 
     # A param of equations: its name and fields stand in printed jaxprs.
@@ -49,15 +49,15 @@ def flat_operands(
     """
     values, scales, sources, _ = zip(*operands, strict=True)
     extra = (x for x in (*scales, *sources) if x is not None)
-    return [*values, *others, *extra], tuple(operand.kept for operand in operands)
+    return [*values, *others, *extra], tuple(operand.spec for operand in operands)
 
 
 def operands_of(
-    args: Sequence[Any], specs: Sequence[Kept]
+    args: Sequence[Any], specs: Sequence[OperandSpec]
 ) -> tuple[list[ProductOperand], list[Any]]:
     """Rebuilds operands from arrays, or from anything that stands for them.
 
-    >>> operands_of(["x", "w16", "w"], [Kept(False, False), Kept(False, True)])[0][1]
+    >>> operands_of(["x", "w16", "w"], [OperandSpec(False, False), OperandSpec(False, True)])[0][1]
     ProductOperand(value='w16', scale=None, source='w', derivative=False)
     """
     end = len(args) - sum(spec.scaled + spec.wide for spec in specs)
@@ -69,10 +69,10 @@ def operands_of(
     return list(operands), list(args[len(specs) : end])
 
 
-def place_of_linear(i: int, count: int, specs: Sequence[Kept]) -> int:
+def place_of_linear(i: int, count: int, specs: Sequence[OperandSpec]) -> int:
     """Returns where among `count` arrays the one is to which the gradient of an operand goes.
 
-    >>> place_of_linear(0, 3, [Kept(False, True), Kept(False, False)])
+    >>> place_of_linear(0, 3, [OperandSpec(False, True), OperandSpec(False, False)])
     2
     """
     return count - sum(spec.wide for spec in specs[i:]) if specs[i].wide else i

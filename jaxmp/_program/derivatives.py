@@ -233,7 +233,7 @@ def _trace_passes(
 ) -> tuple[Any, Callable[..., list[Any]], list[Any]]:
     """Traces both passes of a call of a `jax.custom_vjp` function, by these operands.
 
-    Returned are the program of the forward pass, from the operands to the results and residuals;
+    Returns the program of the forward pass, from the operands to the results and residuals;
     the backward pass, from residuals and the cotangents of float results to gradients; and the
     types of the residuals.
     """

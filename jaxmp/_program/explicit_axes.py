@@ -191,7 +191,7 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
     shardings. Where JAX has no rule for shardings, the function is traced on automatic axes
     instead. If it cannot be traced on either kind, the error is that of the explicit axes.
 
-    Returned are the program, what else `trace` returns, and the axes.
+    Returns the program, the other results of `trace`, and the axes.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:

@@ -1,9 +1,9 @@
 """Follows facts about values through a program and the programs inside it.
 
-Examples of questions: which arguments make a value, is it zero, which cast is it from? Each
-question has its own facts, and a rule that makes the facts of results from the facts of operands.
-Facts pass through branches, loops and calls in the same way for all questions; this file does that
-part. `Demands` go the other way, from results to arguments.
+Examples: which arguments make a value, is it zero, which cast is it from? Each analysis has its own
+facts, and a transfer function that makes the facts of results from the facts of operands. Facts
+pass through branches, loops and calls in the same way for all analyses; this file does that part.
+A `BackwardAnalysis` goes the other way, from results to arguments.
 """
 
 import dataclasses
@@ -37,31 +37,31 @@ def shared_programs(jaxprs_of: Callable[[core.JaxprEqn], list[Any]] = programs_i
 
 
 @dataclasses.dataclass(frozen=True)
-class Question(Generic[Fact]):
-    """A question about the values of a program.
+class ForwardAnalysis(Generic[Fact]):
+    """An analysis of the values of a program, as in a compiler.
 
     Attributes:
-      nothing: the fact of a value of which nothing is known, such as a constant.
+      bottom: the fact of a value of which nothing is known, such as a constant.
       join: returns the fact of a value that is one of two values: of two branches, or two turns. It
         must be associative, commutative and idempotent, with no infinite chains, or loops do not
         end.
-      rule: returns the facts of the results of an operation without programs, given the facts of
+      transfer: returns the facts of the results of an operation without programs, given those of
         its operands.
-      literal: the fact of a number that is written in the program; `nothing` if this is None.
-      keep: returns the part of a fact that values of a type can have; all of it if this is None.
+      literal: the fact of a number that is written in the program; `bottom` if this is None.
+      restrict: returns the part of a fact that values of a type can have; None leaves it whole.
     """
 
-    nothing: Fact
+    bottom: Fact
     join: Callable[[Fact, Fact], Fact]
-    rule: Callable[[Any, Sequence[Fact]], Sequence[Fact]]
+    transfer: Callable[[Any, Sequence[Fact]], Sequence[Fact]]
     literal: Callable[[core.Literal], Fact] | None = None
-    keep: Callable[[Any, Fact], Fact] | None = None
+    restrict: Callable[[Any, Fact], Fact] | None = None
 
 
 def propagate(
     program: Program,
     facts: Sequence[Fact],
-    question: Question[Fact],
+    analysis: ForwardAnalysis[Fact],
     inside: Inside | None = None,
 ) -> list[Fact]:
     """Returns the facts of the results of a program, given those of its arguments.
@@ -70,7 +70,7 @@ def propagate(
     function cost no more than one call if `inside` returns the same program for them, as it does by
     default.
     """
-    return Propagation(question, inside or shared_programs()).run(program, facts)
+    return Propagation(analysis, inside or shared_programs()).run(program, facts)
 
 
 def made_of(
@@ -91,13 +91,13 @@ def made_of(
       carry: the arguments that its first results replace after each turn, if a loop runs it. These
         results have the labels of the arguments too.
     """
-    question = Question(
-        nothing=NONE,
+    analysis = ForwardAnalysis(
+        bottom=NONE,
         join=operator.or_,
-        rule=lambda op, operands: [rule(op.equation, operands)] * len(op.outputs),
-        keep=lambda aval, label: label if can_have(aval) else NONE,
+        transfer=lambda op, operands: [rule(op.equation, operands)] * len(op.outputs),
+        restrict=lambda aval, label: label if can_have(aval) else NONE,
     )
-    turns = Propagation(question, shared_programs(_inside_control_flow))
+    turns = Propagation(analysis, shared_programs(_inside_control_flow))
     return turns.along(Wiring((range(len(labels)),), carry, turns=None), [read(jaxpr)], labels)
 
 
@@ -108,10 +108,10 @@ def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
 
 
 class Propagation(Generic[Fact]):
-    """Follows the facts of one question; remembers those of programs it has been through."""
+    """Follows the facts of one analysis; remembers those of programs it has been through."""
 
-    def __init__(self, question: Question[Fact], inside: Inside) -> None:
-        self.question, self.inside = question, inside
+    def __init__(self, analysis: ForwardAnalysis[Fact], inside: Inside) -> None:
+        self.analysis, self.inside = analysis, inside
         self.memo = Memo()
 
     def run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
@@ -119,13 +119,13 @@ class Propagation(Generic[Fact]):
         return self.memo.once(key, program, lambda: self._run(program, facts))
 
     def _run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
-        nothing, literal = self.question.nothing, self.question.literal
+        bottom, literal = self.analysis.bottom, self.analysis.literal
         facts_by_number: dict[int, Fact] = dict(zip(program.inputs, facts, strict=True))
 
         def fact_of(atom: Any) -> Fact:
             if not isinstance(atom, core.Literal):
-                return self._restrict(program.avals[atom], facts_by_number.get(atom, nothing))
-            return nothing if literal is None else literal(atom)
+                return self._restrict(program.avals[atom], facts_by_number.get(atom, bottom))
+            return bottom if literal is None else literal(atom)
 
         for op in program.ops:
             results = self.through(op, list(map(fact_of, op.inputs)))
@@ -135,14 +135,14 @@ class Propagation(Generic[Fact]):
     def through(self, op: Op, operands: list[Fact]) -> Sequence[Fact]:
         """Returns the facts of the results of an operation."""
         if not (programs := self.inside(op)):
-            return self.question.rule(op, operands)
+            return self.analysis.transfer(op, operands)
         if (wiring := _wiring(op, programs)).arguments:
             return self.along(wiring, programs, operands)
         return self._join_operands(op, programs, operands)
 
     def _restrict(self, aval: Any, fact: Fact) -> Fact:
-        keep = self.question.keep
-        return fact if keep is None else keep(aval, fact)
+        restrict = self.analysis.restrict
+        return fact if restrict is None else restrict(aval, fact)
 
     def along(
         self, wiring: Wiring, programs: Sequence[Program], operands: Sequence[Fact]
@@ -163,14 +163,14 @@ class Propagation(Generic[Fact]):
             operands = [*operands[: carry.start], *after, *operands[carry.stop :]]
 
     def _join_all(self, facts: Sequence[Fact], others: Sequence[Fact]) -> list[Fact]:
-        return list(map(self.question.join, facts, others))
+        return list(map(self.analysis.join, facts, others))
 
     def _join_operands(
         self, op: Op, programs: Sequence[Program], operands: list[Fact]
     ) -> list[Fact]:
         """Joins the facts of all operands, if it is not known which operand goes where."""
-        join = self.question.join
-        fact = functools.reduce(join, operands, self.question.nothing)
+        join = self.analysis.join
+        fact = functools.reduce(join, operands, self.analysis.bottom)
         for program in programs:
             facts = [self._restrict(program.avals[i], fact) for i in program.inputs]
             fact = functools.reduce(join, self.run(program, facts), fact)
@@ -184,20 +184,20 @@ def _wiring(op: Op, programs: Sequence[Program]) -> Wiring:
 
 
 # Returns which operands of an operation are needed, given which of its results are.
-DemandRule = Callable[[Op, Sequence[bool]], Sequence[bool]]
+Demand = Callable[[Op, Sequence[bool]], Sequence[bool]]
 
 
-class Demands:
+class BackwardAnalysis:
     """Follows demands from the results of a program back to its arguments.
 
     Args:
-      rule: returns which operands an operation without programs needs.
+      transfer: returns which operands an operation without programs needs.
       inside: the programs inside of operations, as in `propagate`.
       decisions: whether results also need the values that choose a branch or end a loop.
     """
 
-    def __init__(self, rule: DemandRule, inside: Inside, *, decisions: bool) -> None:
-        self.rule, self.inside, self.decisions = rule, inside, decisions
+    def __init__(self, transfer: Demand, inside: Inside, *, decisions: bool) -> None:
+        self.transfer, self.inside, self.decisions = transfer, inside, decisions
         self.memo = Memo()
 
     def values(self, program: Program, demanded: Sequence[bool]) -> set[int]:
@@ -224,7 +224,7 @@ class Demands:
         programs = self.inside(op)
         wiring = _wiring(op, programs)
         if not programs or not wiring.arguments:
-            return self.rule(op, demanded), []
+            return self.transfer(op, demanded), []
         if not any(demanded):
             return [False] * len(op.inputs), []
         carry, of_programs = wiring.carry, set().union(*wiring.arguments)
@@ -276,14 +276,14 @@ def operations_read(
                 yield from operations_read(body, inside, wanted)
 
 
-def _demands_of_results(inside: Inside) -> Demands:
-    def rule(op: Op, demanded: Sequence[bool]) -> list[bool]:
+def _demands_of_results(inside: Inside) -> BackwardAnalysis:
+    def transfer(op: Op, demanded: Sequence[bool]) -> list[bool]:
         return [bool(op.equation.effects) or any(demanded)] * len(op.inputs)
 
     def without_effects(op: Op) -> Sequence[Program]:
         return [] if op.equation.effects else inside(op)
 
-    return Demands(rule, without_effects, decisions=True)
+    return BackwardAnalysis(transfer, without_effects, decisions=True)
 
 
 def _atoms_where(atoms: Sequence[Any], flags: Sequence[bool]) -> set[int]:

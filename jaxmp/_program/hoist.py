@@ -2,8 +2,8 @@
 
 Compilers do so for what a loop does not change at all. They do not for a loop in a loop: a scan
 over microbatches around a scan over layers rounds each weight to float8 once for each microbatch.
-Only operations of `HOISTED` move, with the moves of data before them, so that nothing large is kept
-which was cheap to compute.
+Only operations of `HOISTED` move, with the moves of data before them, so that large arrays
+that are cheap to compute are not stored.
 """
 
 import contextlib

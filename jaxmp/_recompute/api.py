@@ -14,7 +14,7 @@ from jaxmp._program.op_classes import COSTS
 from jaxmp._program.program import equations_in
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.budget import within_budget
-from jaxmp._recompute.codes import Kept
+from jaxmp._recompute.codes import RowFormat
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
 
@@ -30,7 +30,7 @@ def recompute(
     mode: Mode | float = "auto",
     *,
     save: Iterable[str] = (),
-    codes: Kept | None = None,
+    codes: RowFormat | None = None,
 ) -> Callable[..., Any]:
     """Returns the function, keeping less for its backward pass; it computes no product twice.
 
@@ -93,7 +93,7 @@ def recompute(
                 f"'silu', got {name!r}"
             )
     if codes is not None:
-        check_option("codes", codes, Kept)
+        check_option("codes", codes, RowFormat)
     check_recompute(mode)
     if mode == "never":
         if codes is not None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from jaxmp._numerics.dtypes import DType, is_floating
 
-Kept = Literal["int8", "float8_e4m3fn"]
+RowFormat = Literal["int8", "float8_e4m3fn"]
 
 # Fewer numbers save nothing: XLA may hold them in registers or in a fast memory.
 _SMALLEST = 4096
@@ -58,7 +58,7 @@ def has_codes(aval: Any) -> bool:
     return bool(fits and is_floating(aval) and aval.dtype.itemsize in (2, 4))
 
 
-def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
+def encode_rows(x: Float[Array, "*shape"], kept: RowFormat) -> RowCodes:
     """Rounds to 8 bits, with scales for each row.
 
     Codes of int8 are evenly spaced in `asinh(x / unit)`, where the unit is that of a typical number

@@ -17,7 +17,7 @@ from jaxmp._numerics.dtypes import is_half, is_inexact, nbytes_of
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Interpreter, evaluate
-from jaxmp._program.facts import Question, propagate, shared_programs
+from jaxmp._program.facts import ForwardAnalysis, propagate, shared_programs
 from jaxmp._program.op_classes import (
     CHECKPOINTS,
     CONTRACTIONS,
@@ -29,7 +29,13 @@ from jaxmp._program.op_classes import (
 from jaxmp._program.parts import PartCache, common_depth
 from jaxmp._program.program import Op, Program, numbers, plain_call, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
-from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
+from jaxmp._recompute.codes import (
+    RowCodes,
+    RowFormat,
+    encode_rows,
+    has_codes,
+    with_coded_derivative,
+)
 from jaxmp._recompute.pieces import Piece, divide
 from jaxmp._recompute.storage import Price, Storage, names_of, price_of
 
@@ -58,7 +64,7 @@ class Settings:
     barriers: bool
     only_loops: bool
     save: frozenset[str]
-    codes: Kept | None
+    codes: RowFormat | None
     shared: PartCache = dataclasses.field(default_factory=PartCache)
     again: Price | None = None
     types_in_codes: list[Any] = dataclasses.field(default_factory=list)
@@ -266,7 +272,9 @@ def _reached(program: Program, moving: Sequence[bool]) -> list[bool]:
         return [] if op.name in CUSTOM_DERIVATIVES else programs(op)
 
     by_type = lambda aval, fact: fact and is_inexact(aval)  # noqa: E731
-    return propagate(program, moving, Question(False, operator.or_, rule, keep=by_type), inside)
+    return propagate(
+        program, moving, ForwardAnalysis(False, operator.or_, rule, restrict=by_type), inside
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from jaxmp._numerics.dtypes import at_least_float32, is_inexact, is_narrow
 from jaxmp._numerics.tree import check_like, leaf_names, same_structure
 from jaxmp._program import compat
-from jaxmp._program.facts import Question, propagate
+from jaxmp._program.facts import ForwardAnalysis, propagate
 from jaxmp._program.op_classes import KEEPS_ZERO
 from jaxmp._program.program import Op, read
 
@@ -184,9 +184,9 @@ def _zero_results(op: Op, zeros: Sequence[bool]) -> list[bool]:
     return [is_zero] * len(op.outputs)
 
 
-_IS_ZERO = Question(
-    nothing=False,
+_IS_ZERO = ForwardAnalysis(
+    bottom=False,
     join=operator.and_,
-    rule=_zero_results,
+    transfer=_zero_results,
     literal=lambda atom: bool(np.ndim(atom.val) == 0 and atom.val == 0),
 )

@@ -19,7 +19,7 @@ from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
-from jaxmp._program.facts import Question, propagate
+from jaxmp._program.facts import ForwardAnalysis, propagate
 from jaxmp._program.mesh_axes import on_current_axes
 from jaxmp._program.program import Op, equations_in, read
 from jaxmp._recompute.api import Recompute, apply_recompute
@@ -275,10 +275,10 @@ def _leads_through_float16(jaxpr: Any) -> bool:
         through_float16 |= any(of_gradient) and _make_float16(compat.sub_jaxprs(op.equation))
         return [any(of_gradient)] * len(op.outputs)
 
-    question = Question(nothing=False, join=operator.or_, rule=rule, keep=keep)
+    analysis = ForwardAnalysis(bottom=False, join=operator.or_, transfer=rule, restrict=keep)
     program = read(jaxpr)
     of_gradient = [i == 0 for i in range(len(program.inputs))]
-    propagate(program, of_gradient, question)
+    propagate(program, of_gradient, analysis)
     return through_float16
 
 

@@ -218,8 +218,8 @@ OPTIONAL |= {(BRANCHES, "branches_platforms")}
 OPTIONAL |= {(HI, "_prim"), (HI, "traced"), (HI, "prevent_cse")}
 # Of primitives that jaxmp itself adds.
 OWN = {
-    (REDUCTION, "form"),
-    (REDUCTION, "kept"),
+    (REDUCTION, "product_map"),
+    (REDUCTION, "specs"),
     *((HI, name) for name in ("call", "jaxpr", "name")),
 }
 # Told apart by version, in `scan_counts`, which has a test of its own.

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmp._program.facts import NONE, Labels, Question, arguments_read, made_of, propagate
+from jaxmp._program.facts import NONE, ForwardAnalysis, Labels, arguments_read, made_of, propagate
 from jaxmp._program.program import read
 
 pytestmark = pytest.mark.jax
@@ -119,12 +119,12 @@ def test_a_function_is_followed_once_for_each_way_that_it_is_called() -> None:
 
 def test_a_question_may_forget_literals_and_types() -> None:
     """Zeros through a loop, as `_training.frozen` asks: all of what is joined must be zero."""
-    is_zero: Question[bool] = Question(
-        nothing=False,
+    is_zero: ForwardAnalysis[bool] = ForwardAnalysis(
+        bottom=False,
         join=lambda a, b: a and b,
-        rule=lambda op, found: [all(found)] * len(op.outputs),
+        transfer=lambda op, found: [all(found)] * len(op.outputs),
         literal=lambda atom: bool(np.all(atom.val == 0)),
-        keep=lambda aval, fact: fact and jnp.issubdtype(aval.dtype, jnp.floating),
+        restrict=lambda aval, fact: fact and jnp.issubdtype(aval.dtype, jnp.floating),
     )
 
     def ask(fun: Callable[..., Any], given: list[bool]) -> list[bool]:

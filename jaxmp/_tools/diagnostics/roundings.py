@@ -19,7 +19,7 @@ from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._primitives.float8_product import without_scale
 from jaxmp._program import compat
 from jaxmp._program.control_flow import scan_again
-from jaxmp._program.facts import Demands, Question, propagate
+from jaxmp._program.facts import BackwardAnalysis, ForwardAnalysis, propagate
 from jaxmp._program.flops import programs_inside
 from jaxmp._program.op_classes import (
     CASTS,
@@ -207,9 +207,9 @@ def _without_invariants(body: Program, consts: int) -> tuple[Program, Program]:
         before.extend([op] * is_fixed)
         return [is_fixed] * len(op.outputs)
 
-    question = Question(nothing=True, join=operator.and_, rule=rule)
+    analysis = ForwardAnalysis(bottom=True, join=operator.and_, transfer=rule)
     facts = [i < consts for i in range(len(body.inputs))]
-    propagate(body, facts, question, lambda op: ())
+    propagate(body, facts, analysis, lambda op: ())
     numbers = tuple(number for op in before for number in op.outputs)
     return (
         body._replace(ops=tuple(before), inputs=body.inputs[:consts], outputs=numbers),
@@ -252,8 +252,8 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
 
     program = walk(closed)
     nothing: frozenset[Place] = frozenset()
-    question = Question(nothing=nothing, join=frozenset.union, rule=rule)
-    propagate(program, [nothing] * len(program.inputs), question, lambda site: site.bodies)
+    analysis = ForwardAnalysis(bottom=nothing, join=frozenset.union, transfer=rule)
+    propagate(program, [nothing] * len(program.inputs), analysis, lambda site: site.bodies)
     return readers
 
 
@@ -296,7 +296,7 @@ def uncounted_in(
             uncounted[f"{line_of(site)}: {site.name}"] = None
         return [bool(results)] * len(site.inputs)
 
-    question = Question(nothing=False, join=operator.or_, rule=forward)
-    propagate(program, [is_narrow_aval(program.avals[i]) for i in program.inputs], question, inside)
-    Demands(backward, inside, decisions=True).values(program, demanded)
+    analysis = ForwardAnalysis(bottom=False, join=operator.or_, transfer=forward)
+    propagate(program, [is_narrow_aval(program.avals[i]) for i in program.inputs], analysis, inside)
+    BackwardAnalysis(backward, inside, decisions=True).values(program, demanded)
     return tuple(uncounted)

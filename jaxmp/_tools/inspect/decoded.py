@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jaxmp._numerics.dtypes import code_kind, is_floating
-from jaxmp._program.facts import Question, propagate
+from jaxmp._program.facts import ForwardAnalysis, propagate
 from jaxmp._program.op_classes import ENCODES, IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.equations import Site
@@ -43,8 +43,10 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
                 products[site] = before
         return _result_facts(site, facts)
 
-    question = Question(_OTHER, _common_fact, rule, literal=lambda number: _SCALE, keep=_typed_fact)
-    propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
+    analysis = ForwardAnalysis(
+        _OTHER, _common_fact, rule, literal=lambda number: _SCALE, restrict=_typed_fact
+    )
+    propagate(program, [_OTHER] * len(program.inputs), analysis, lambda site: site.bodies)
     return products
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jaxmp
 from jaxmp._numerics.dtypes import code_kind, is_inexact
 from jaxmp._numerics.precision import name_of_param
-from jaxmp._program.facts import Question, operations_read, propagate
+from jaxmp._program.facts import ForwardAnalysis, operations_read, propagate
 from jaxmp._program.op_classes import CASTS, COLLECTIVES, IDENTITIES, PASSED_ON, PRODUCTS, TOTALS
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.equations import Site
@@ -38,9 +38,9 @@ def numerics_rows(tally: Tally, program: Program) -> tuple[Numerics, ...]:
     """
     operations: dict[Site, tuple[str, str]] = {}
     rule = functools.partial(_origins_of_results, operations)
-    question = Question[_Origins](nothing=frozenset(), join=operator.or_, rule=rule)
+    analysis = ForwardAnalysis[_Origins](bottom=frozenset(), join=operator.or_, transfer=rule)
     avals = [program.avals[number] for number in program.inputs]
-    results = propagate(program, list(map(_origin_of, avals)), question, lambda site: site.bodies)
+    results = propagate(program, list(map(_origin_of, avals)), analysis, lambda site: site.bodies)
     lines: dict[Any, str] = {}
     counts = collections.Counter[tuple[str, Any, str, str]]()
     # JAX drops what nothing reads from jitted functions, and from others not.

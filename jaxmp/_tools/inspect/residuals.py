@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._numerics.dtypes import is_floating, nbytes_of
-from jaxmp._program.facts import Question, arguments_read, propagate
+from jaxmp._program.facts import ForwardAnalysis, arguments_read, propagate
 from jaxmp._program.op_classes import CALLS, ENCODES, SAME_NUMBERS
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.compiled import is_array
@@ -189,8 +189,8 @@ def copies(program: Program, are_params: Sequence[bool]) -> list[bool]:
     be among them.
     """
     arguments = [_Origin.COPY if is_param else _Origin.OTHER for is_param in are_params]
-    question = Question(nothing=_Origin.NUMBERS, join=max, rule=_result_origins)
-    origins = propagate(program, arguments, question, lambda site: site.bodies)
+    analysis = ForwardAnalysis(bottom=_Origin.NUMBERS, join=max, transfer=_result_origins)
+    origins = propagate(program, arguments, analysis, lambda site: site.bodies)
     return [origin is _Origin.COPY for origin in origins]
 
 

@@ -277,11 +277,11 @@ def _why_not_float8(site: Site) -> str:
     """Returns why a policy in 8 bits or its recipe left a product out; empty for other products."""
     # The product of a recipe is the body of a primitive, whose params hold the recipe.
     outer = site.outer.equation.params if site.outer is not None else {}
-    form: Any = outer.get("form")
-    recipe = getattr(form, "recipe", None)
+    product_map: Any = outer.get("product_map")
+    recipe = getattr(product_map, "recipe", None)
     if any(map(code_kind, _product_dtypes(site)[0])):
         return ""  # a rule puts it in 8 bits, though the module around it is left out
-    if recipe is None or form.multiplies_codes(outer["returned"]):
+    if recipe is None or product_map.multiplies_codes(outer["returned"]):
         return why_left_out(scopes_of(site))
     return f"{recipe} has gradients of weights in {recipe.weight_gradient}"
 

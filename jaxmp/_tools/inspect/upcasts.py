@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp._numerics.dtypes import is_floating, is_inexact, is_narrow
-from jaxmp._program.facts import Question, propagate
+from jaxmp._program.facts import ForwardAnalysis, propagate
 from jaxmp._program.op_classes import PRODUCTS
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.equations import Site
@@ -26,7 +26,7 @@ def mark_upcasts(program: Program) -> list[Site]:
       The equations that may be upcasts: the first has bit 1, the second 2, and so on.
     """
     flow = _Flow()
-    propagate(program, [0] * len(program.inputs), flow.question(), lambda site: site.bodies)
+    propagate(program, [0] * len(program.inputs), flow.analysis(), lambda site: site.bodies)
     return flow.sources
 
 
@@ -52,8 +52,10 @@ class _Flow:
         # A cache by dtype, since every variable of the program is checked.
         self._wide: dict[Any, bool] = {}
 
-    def question(self) -> Question[int]:
-        return Question(nothing=0, join=operator.or_, rule=self._result_bits, keep=self._kept_bits)
+    def analysis(self) -> ForwardAnalysis[int]:
+        return ForwardAnalysis(
+            bottom=0, join=operator.or_, transfer=self._result_bits, restrict=self._kept_bits
+        )
 
     def _result_bits(self, site: Site, operands: Sequence[int]) -> list[int]:
         is_product = site.name in PRODUCTS

@@ -82,7 +82,7 @@ class Device:
     Attributes:
       name: what `find_device` takes.
       platform: `"gpu"` or `"tpu"`.
-      kind: a regular expression for words of JAX's `device_kind`, in any case of letters.
+      pattern: a regular expression for words of JAX's `device_kind`, in any case of letters.
       memory: its memory in bytes, as its maker states it; programs get a few percent less.
       bandwidth: bytes a second between that memory and the chip.
       peaks: its matrix products.
@@ -91,7 +91,7 @@ class Device:
 
     name: str
     platform: str
-    kind: str
+    pattern: str
     memory: int
     bandwidth: float
     peaks: Peaks
@@ -102,13 +102,18 @@ _GIB = 2**30
 
 
 def _gpu(
-    name: str, kind: str, memory: float | int, bandwidth: float | int, tflops: Peaks, *aliases: str
+    name: str,
+    pattern: str,
+    memory: float | int,
+    bandwidth: float | int,
+    tflops: Peaks,
+    *aliases: str,
 ) -> Device:
     """Gibibytes (the "80 GB" of a GPU are 80 GiB), gigabytes a second, teraFLOP/s."""
     return Device(
         name=name,
         platform="gpu",
-        kind=kind,
+        pattern=pattern,
         memory=int(memory * _GIB),
         bandwidth=bandwidth * 1e9,
         peaks=Peaks(*(1e12 * rate for rate in tflops)),
@@ -118,7 +123,7 @@ def _gpu(
 
 def _tpu(
     name: str,
-    kind: str,
+    pattern: str,
     memory: float | int,
     bandwidth: float | int,
     tflops: float | int,
@@ -132,7 +137,7 @@ def _tpu(
     return Device(
         name=name,
         platform="tpu",
-        kind=kind,
+        pattern=pattern,
         memory=int(memory * _GIB),
         bandwidth=bandwidth * 1e9,
         peaks=Peaks(*(1e12 * tflops * factor for factor in factors)),
@@ -216,7 +221,7 @@ def find_device(device: Any) -> Device:
             return row
     # JAX's names of devices are like "NVIDIA A100-SXM4-80GB". Whole words: an A100 is not an A10.
     for row in _TABLE:
-        if re.search(rf"(?<![a-z0-9])({row.kind})(?![a-z0-9])", kind, re.IGNORECASE):
+        if re.search(rf"(?<![a-z0-9])({row.pattern})(?![a-z0-9])", kind, re.IGNORECASE):
             return row
     raise ValueError(f"no data of a device {kind!r}. Known are {', '.join(DEVICES)}")
 

@@ -11,7 +11,7 @@ PERSISTENT = ("params", "masters", "moments", "collections", "counters")
 OF_A_STEP = ("batch", "gradients", "compiled")
 _MEANING = {
     "params": "live params, in the dtypes of the policy",
-    "masters": "what is kept beside params of 16 bits",
+    "masters": "stored next to params of 16 bits",
     "moments": "the state of the optimizer",
     "collections": "batch statistics, keys and the like",
     "counters": "steps, skips and the loss scale",
