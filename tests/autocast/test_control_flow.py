@@ -341,6 +341,14 @@ POLICIES = jax.checkpoint_policies
 NAMED = POLICIES.save_only_these_names("h")
 
 
+def test_what_a_checkpoint_reads_in_float32_is_computed_in_float32() -> None:
+    """The sigmoid of 9 is 1 in bfloat16, and the logarithm of nothing infinite."""
+    h = np.full((2, 16), 3.0, np.float32)
+    rest = lambda x, w: jnp.log(jax.checkpoint(lambda s: 1 - s)(jax.nn.sigmoid(x @ w)))  # noqa: E731
+    got, want = both_ways(rest, h, 3.0 * np.eye(16, dtype=np.float32))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "remat_policy", [None, POLICIES.dots_saveable, NAMED, POLICIES.everything_saveable]
 )

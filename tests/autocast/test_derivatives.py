@@ -319,6 +319,18 @@ def test_gradients_of_params_keep_float32() -> None:
     np.testing.assert_array_equal(low, rounded(low))
 
 
+def test_a_weight_over_a_norm_of_products_is_a_weight() -> None:
+    """As in spectral normalization: the gradient of `w / sigma` is that of a weight, in float32."""
+    x, scale = rounded(X), rounded(np.linspace(0.1, 1, 16, dtype=np.float32))[None]
+
+    def f(w: Any) -> Any:
+        sigma = lax.stop_gradient(jnp.linalg.norm(w @ scale[0]))
+        return jnp.sum((x @ (w / sigma)) * scale), sigma
+
+    got, sigma = jax.jit(jax.grad(jaxmp.autocast(f, BF16), has_aux=True))(W)
+    np.testing.assert_allclose(got * sigma, x.T @ np.repeat(scale, len(x), 0), rtol=1e-6)
+
+
 @jax.custom_jvp
 def own_rule(w: Any, x: Any) -> Any:
     return jnp.tanh(x @ w)

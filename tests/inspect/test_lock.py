@@ -1,5 +1,6 @@
 """A lock file sees each change of a dtype, and no refactoring that changes none."""
 
+import functools
 import json
 import pathlib
 import re
@@ -159,6 +160,19 @@ def test_a_value_that_is_rounded_and_widened_is_seen(rounded: Any, tmp_path: pat
     assert differences(report(rounded), report(rounded), tmp_path) == []
     # In the result alone.
     assert differences(audit(lambda x: x, array(2)), audit(rounded, array(2)), tmp_path)
+
+
+def test_a_value_that_is_rounded_has_the_dtype_that_rounds_it_most(tmp_path: pathlib.Path) -> None:
+    """On the way from 8 bits to 32, bfloat16 rounds nothing."""
+
+    def report(*dtypes: Any) -> AuditReport:
+        return audit(
+            lambda x: jnp.sin(functools.reduce(lax.convert_element_type, dtypes, x)), array(8)
+        )
+
+    short, long = (jnp.float8_e4m3fn, F32), (jnp.float8_e4m3fn, BF16, F32)
+    assert differences(report(*short), report(*long), tmp_path) == []
+    assert differences(report(BF16, F32), report(*long), tmp_path)
 
 
 def test_a_sum_over_devices_is_seen(tmp_path: pathlib.Path) -> None:

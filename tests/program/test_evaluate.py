@@ -2,6 +2,7 @@
 
 import collections
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,27 @@ def test_cells_may_be_anything() -> None:
     program = read(jax.make_jaxpr(lambda x: -(x * 3.0) + x)(1.0))
     assert evaluate(program, [(0.0, 2.0)], Intervals()) == [(-6.0, 2.0)]
     assert seen == ["mul", "neg", "add"]
+
+
+def test_forgotten_cells_are_freed() -> None:
+    """A chain of results holds one of them at a time; without `forgets`, all."""
+
+    class Living(Interpreter[Any]):
+        def operation(self, op: Op, operands: Any) -> Any:
+            alive.append(sum(ref() is not None for ref in refs))
+            cell = np.float32([0.0])  # unlike a number, an array has weak references
+            refs.append(weakref.ref(cell))
+            return [cell]
+
+    class Forgetting(Living):
+        forgets = True
+
+    program = read(jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(jnp.tan(jnp.exp(x)))))(X))
+    for interpreter, expected in ((Living(), [0, 1, 2, 3]), (Forgetting(), [0, 1, 1, 1])):
+        alive: list[int] = []
+        refs: list[Any] = []
+        evaluate(program, [np.float32([1.0])], interpreter)
+        assert alive == expected
 
 
 # --------------------------------------------------------------------------------------- wires

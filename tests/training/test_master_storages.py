@@ -233,7 +233,7 @@ def test_a_skipped_step_leaves_every_bit(name: str, skip: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STORAGES)
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, 7.0, 1e30])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, 7.0, 1e30, np.inf])
 def test_params_that_are_set_are_followed(name: str, value: float) -> None:
     """Whatever was kept beside the old ones: with no gradient, what was set stays as it is."""
     tx = jaxmp.mixed_precision(optax.sgd(1e-3), "bfloat16", master=name)  # type: ignore[arg-type]
