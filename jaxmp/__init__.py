@@ -67,7 +67,7 @@ if typing.TYPE_CHECKING:
         audit as audit,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 # What loads when it is first used: modules, each with the library that it needs, and the audits.
