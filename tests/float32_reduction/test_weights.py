@@ -412,8 +412,8 @@ def test_a_stream_of_activations_is_no_param(model: Any, given: str) -> None:
         return (of(6) - of(2)) // 4
 
     plain, ours = per_layer(jax.grad), per_layer(jaxmp.grad, reduce_dtype="float32")
-    # Where streams meet, and the gradient of the sum: not all of the norm.
-    assert ours <= plain + 4
+    # Where streams meet, the gradient of the sum and what the loop returns: not all of the norm.
+    assert ours <= plain + 5
     if given == "argument" and model in (stream, stages, dropped_layers):
         # Positive control: the batch is a param too.
         assert per_layer(jaxmp.grad, reduce_dtype="float32", argnums=(0, 1)) > plain + 20
