@@ -24,7 +24,8 @@ class ModulePolicy(NamedTuple):
       caller: the decision for the calling module; None if the call comes from outside the model.
       takes_dtype: whether the module has a `dtype`, and so casts its inputs and params itself.
       recurrent: whether it takes and returns a carry, like recurrent cells.
-      by_field: whether its products take their precision from its `precision` alone.
+      by_field: whether its products take their precision from its `precision` alone. In
+        linen all take it from around their call too.
     """
 
     decision: Decision
@@ -133,7 +134,9 @@ def call_with_casts(
         return cast(call(*args, **kwargs), casts.output)
     # A scan requires that the carry keeps its dtype.
     carry = args[0] if args else kwargs.get("carry")
-    out = call(*args, **kwargs)
+    args = (*args[:1], *cast(args[1:], casts.inputs))
+    others = {name: x for name, x in kwargs.items() if name != "carry"}
+    out = call(*args, **{**kwargs, **cast(others, casts.inputs)})
     # The classes that nn.remat_scan repeats return only a carry.
     if same_structure(out, carry):
         return _cast_like(out, carry)

@@ -31,14 +31,28 @@ from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
 class ModulePlan(NamedTuple):
-    """The policy, casts and promise of a module, and the family for which it is out of float8."""
+    """What to do to a module; of one at several places, as at the first that a rule names.
+
+    Attributes:
+      path: its place.
+      module: the module.
+      region: its policy there.
+      casts: the casts around its calls.
+      promise: the dtypes that it may return.
+      family: the family for which it is left out of float8.
+    """
 
     path: str
     module: Any
-    decision: Decision
+    region: ModulePolicy
     casts: Casts
     promise: Promise | None = None
     family: str | None = None
+
+    @property
+    def decision(self) -> Decision:
+        """The decision of the rules."""
+        return self.region.decision
 
 
 def make_plans(
@@ -47,12 +61,11 @@ def make_plans(
     """Plans what to do to each module of a model.
 
     Raises:
-      ValueError: for a linen module that a rule names, or if a module is shared by parts of the
-        model whose rules differ.
+      ValueError: for a linen module that a rule names, or that is the whole model, or if a module
+        is shared by parts of the model whose rules differ.
     """
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
-    regions: dict[int, ModulePolicy] = {}
     plans: dict[int, ModulePlan] = {}
     for path, module, parent in modules_with_paths(model):
         caller = None if parent is None else decisions[parent]
@@ -68,7 +81,7 @@ def make_plans(
         region = ModulePolicy(decision, caller, takes_dtype(module), recurrent, by_field)
         casts = casts_around(region) if has_call(module) else Casts()
         family = float8.family(path, module, decision)
-        plan = ModulePlan(path, module, decision, casts, family=family)
+        plan = ModulePlan(path, module, region, casts, family=family)
         first = plans.setdefault(id(module), plan)
         if first.decision.policy != decision.policy:
             raise ValueError(
@@ -82,22 +95,18 @@ def make_plans(
             plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent, exact=exact))
         if first.family is None:  # left out at one place, it is left out at all
             plans[id(module)] = plans[id(module)]._replace(family=family)
-        regions[id(module)] = region
+        if first.decision.rule is None and decision.rule is not None:
+            plans[id(module)] = plans[id(module)]._replace(path=path, region=region)
     policies = {
         path: decisions[path].policy
         for path, module, _ in modules_with_paths(model)
         if has_call(module)
     }
-    return [
-        plan._replace(promise=_promise(plan, regions[id(plan.module)], policies, strict))
-        for plan in plans.values()
-    ]
+    return [plan._replace(promise=_promise(plan, policies, strict)) for plan in plans.values()]
 
 
-def _promise(
-    plan: ModulePlan, region: ModulePolicy, policies: dict[str, Policy | None], strict: bool
-) -> Promise | None:
-    path, module, _, casts, *_ = plan
+def _promise(plan: ModulePlan, policies: dict[str, Policy | None], strict: bool) -> Promise | None:
+    path, module, region, casts, *_ = plan
     if is_from_flax(module) or not has_call(module):
         return None
     prefix = f"{path}/" if path else ""
@@ -105,7 +114,7 @@ def _promise(
     # A submodule without a policy may return any dtype.
     if None in parts:
         return None
-    dtypes = [() if p in (None, region.decision.policy) else (p.output_dtype,) for p in parts]
+    dtypes = [() if p == region.decision.policy else (p.output_dtype,) for p in parts if p]
     has_params = bool(_float_params(module))
     return promise_of(
         region, casts, path, module, parts=dtypes, has_params=has_params, strict=strict
@@ -135,7 +144,8 @@ def check_reached(plans: list[ModulePlan], strict: bool) -> list[Any]:
       ValueError: if `may_refuse` says that it is an error for one of the modules.
     """
     unreached_modules: dict[str, Any] = {}
-    for path, module, decision, *_ in plans:
+    for path, module, region, *_ in plans:
+        decision = region.decision
         policy = decision.policy
         if policy is None or not unreached(module, policy):
             continue

@@ -427,6 +427,68 @@ def test_a_module_called_from_several_regions() -> None:
     assert outs == [jnp.bfloat16, jnp.bfloat16]
 
 
+@pytest.mark.parametrize("places", [("a",), ("a", "z"), ("Z", "a")])
+def test_a_rule_about_one_place_of_a_shared_module_holds(places: tuple[str, ...]) -> None:
+    """Whichever place comes first, and with its path in the error."""
+
+    class Deaf(nnx.Module):
+        def __init__(self) -> None:
+            self.dtype, self.w = jnp.float32, nnx.Param(jnp.ones((2, 2)))
+
+        def __call__(self, x: Any) -> Any:
+            return x.astype(jnp.float32) @ self.w[...].astype(jnp.float32)
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            deaf = Deaf()
+            for name in places:
+                setattr(self, name, deaf)
+
+        def __call__(self, x: Any) -> Any:
+            return self.a(x)
+
+    rules = jaxmp.PolicyRules({"a": "mixed_bfloat16"}, default="mixed_bfloat16")
+    model = jaxmp.nnx.apply_policy(Model(), rules, strict=True)
+    with pytest.raises(ValueError, match="Deaf at 'a' returns float32"):
+        model(jnp.ones((1, 2)))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_inputs_of_a_cell_that_a_rule_names_are_cast(by_name: bool) -> None:
+    """Its carry is not: a scan asks for a carry that keeps its dtype."""
+    seen: list[Any] = []
+
+    class Cell(nnx.RNNCellBase):
+        def __call__(self, carry: Any, x: Any) -> Any:
+            seen.append((carry.dtype, x.dtype))
+            return carry + x, x
+
+    class LinenCell(nn.RNNCellBase):
+        num_feature_axes = 1
+
+        def __call__(self, carry: Any, x: Any) -> Any:
+            seen.append((carry.dtype, x.dtype))
+            return carry + x, x
+
+    class LinenModel(nn.Module):
+        @nn.compact
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return LinenCell(name="cell")(*args, **kwargs)
+
+    rules = (
+        jaxmp.PolicyRules({"/": "mixed_bfloat16"}),
+        jaxmp.PolicyRules({"cell": "mixed_bfloat16"}),
+    )
+    carry, x = jnp.ones(2), jnp.ones(2)
+    for model in (
+        jaxmp.nnx.apply_policy(Cell(), rules[0]),
+        functools.partial(jaxmp.linen.apply_policy(LinenModel(), rules[1]).apply, {}),
+    ):
+        out, y = model(carry=carry, x=x) if by_name else model(carry, x)
+        assert seen.pop() == (jnp.float32, jnp.bfloat16)
+        assert (out.dtype, y.dtype) == (jnp.float32, jnp.float32)
+
+
 def test_keyword_modules_shared_variables_and_batches_of_any_kind() -> None:
     def loss_fn(a: nnx.Module, b: nnx.Module, x: Any, *, teacher: nnx.Module) -> jax.Array:
         return jnp.mean((a(x) + b(x) - teacher(x)) ** 2)
