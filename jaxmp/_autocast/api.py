@@ -82,8 +82,9 @@ def autocast(
         function counts as the params. A kernel that shows no product inside stays as it is, and so
         does a solver. Kernels that the two traces do not have in common stay too, with a warning;
         all stay if the second trace fails or has another number of kernels.
-      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
-        again; see `jaxmp.recompute`. Or a function that wraps the rewritten function.
+      recompute: `"loops"`, `"auto"`, `"always"` or a share of what JAX would keep: keeps less for
+        the backward pass, and computes cheap values again; see `jaxmp.recompute`. Or a function
+        that wraps the rewritten function.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for each
@@ -232,7 +233,7 @@ def _run_rewritten(
     regions = Regions(settings.policy)
     context = PlanContext(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
     arguments = list(map(argument_state, closed.in_avals))
-    # The results are cast to float32 at the end, so the last operation may compute in it.
+    # Results are cast at the end, most of them to float32: the last operation may compute in it.
     is_cast = settings.output != "computed"
     results_in = (Reading.EITHER,) * len(closed.out_avals) if is_cast else ()
     program_plan = plan(closed, arguments, context, results_in=results_in)

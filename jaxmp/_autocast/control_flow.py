@@ -152,7 +152,7 @@ def changes(plan: Plan) -> bool:
         pairs = zip(op_plan.op.in_avals, op_plan.in_dtypes, strict=True)
         casts = any(want is not None and want != aval.dtype for aval, want in pairs)
         casts = casts or WRITTEN in op_plan.op.functions
-        runs = op_plan.run not in (None, list) and any(op_plan.results)
+        runs = op_plan.run is not None and not op_plan.is_cast and any(op_plan.results)
         if casts or runs or op_plan.params or any(op_plan.sources):
             return True
     return False

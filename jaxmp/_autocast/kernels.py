@@ -57,9 +57,10 @@ def low_kernels(
     kernels = list(_kernels(compat.open_jaxpr(closed), (), names, regions))
     replacements: Replacements = {}
     reasons: dict[str, None] = {}
-    for dtype in dict.fromkeys(kernel.region.low for kernel in kernels if not kernel.region.exact):
-        # A cast of all arguments would round labels: near 1,000, bfloat16 rounds to multiples of 4.
-        leaves = _read_by_products(closed, weights)
+    lows = dict.fromkeys(kernel.region.low for kernel in kernels if not kernel.region.exact)
+    # A cast of all arguments would round labels: near 1,000, bfloat16 rounds to multiples of 4.
+    leaves = _read_by_products(closed, weights) if lows else set()
+    for dtype in lows:
         dtypes = [dtype if i in leaves else aval.dtype for i, aval in enumerate(closed.in_avals)]
         try:
             with jax.numpy_dtype_promotion("standard"):  # float32 labels meet 16-bit predictions

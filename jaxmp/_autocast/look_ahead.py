@@ -61,7 +61,7 @@ class LookAhead:
         return min(self._readings[number], default=Reading.EITHER)
 
     def rounded(self) -> frozenset[int]:
-        """Returns the values that float32 operations must read as rounded as such products do.
+        """Returns the values that float32 operations must read rounded, as float32 products do.
 
         Compilers drop casts to 16 bits and back. Then `sum(h**2)` and the diagonal of `h @ h.T`
         differ by roundings, and their differences, squares of distances, are below zero.
@@ -84,11 +84,11 @@ class LookAhead:
         if is_low and op_plan.may_widen and Reading.LOW not in readings:
             stored = any(x and x.materialized is not Materialized.NO for x in op_plan.results)
             is_read = any(self._readings[number] for number in outputs)
-            for_either = is_read and not (is_wanted or op_plan.sources or stored)
+            for_either = is_read and not (is_wanted or op_plan.is_low_product or stored)
             stays = stored and (Reading.NORMED in readings or self._is_residual(op_plan))
             if for_either or (is_wanted and not stays):
                 op_plan.widen()
-                for number in numbers(op_plan.op.inputs if op_plan.sources else ()):
+                for number in numbers(op_plan.op.inputs if op_plan.is_low_product else ()):
                     state = self._states[number]
                     if state is not None and state.strength is Strength.LOW:
                         self.multiplied |= self._products[number]

@@ -46,7 +46,7 @@ class OpPlan:
       in_dtypes: the dtype in which it reads each input; None leaves it.
       results: the states of its results; None for values that autocast does not cast.
       params: the changed params of its equation.
-      may_widen: whether it may give float32, if only float32 operations read it.
+      may_widen: whether it may give float32, if no operation reads it in 16 bits.
       reads: for an operation with programs inside, how these read its operands.
       replan: plans such an operation anew, for how its results are read (`AllIn`), and for other
         states of its operands.
@@ -76,13 +76,23 @@ class OpPlan:
     plan_key: Hashable = None
 
     @property
+    def is_cast(self) -> bool:
+        """Whether it is a cast that the program makes: its operand, once cast, is its result."""
+        return self.run is list
+
+    @property
     def keeps_dtype(self) -> bool:
         """Whether it is a cast that the program makes, and that leaves the dtype of autocast."""
-        return self.run is list and None in self.in_dtypes
+        return self.is_cast and None in self.in_dtypes
+
+    @property
+    def is_low_product(self) -> bool:
+        """Whether it is a product of operands that are cast to 16 bits."""
+        return bool(self.sources)
 
     def widen(self) -> None:
         """Gives float32: a product its sums as they come, others of float32 operands."""
-        if self.sources:
+        if self.is_low_product:
             self.params["preferred_element_type"] = FLOAT32
         else:
             self.in_dtypes = [dtype and FLOAT32 for dtype in self.in_dtypes]
@@ -128,7 +138,7 @@ def state_dtypes(states: States) -> list[DType | None]:
 
 
 def plan_as_traced(op: Op, states: States, exact: Strength = Strength.HIGH) -> OpPlan:
-    """Plans an operation as it was traced; results of values that are not weak are `exact`."""
+    """Plans an operation as it was traced; results are `exact`, and of weak values weak or firm."""
     result = float32_state(float_states(states))
     # The result of a kernel is not an argument. If it were WEAK, a sum with it would be an update,
     # and the stream after a first kernel would be float32.

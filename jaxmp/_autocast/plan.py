@@ -129,7 +129,14 @@ class PlanContext:
 
 
 def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: AllIn = ()) -> Plan:
-    """Decides in which dtype each operation of a program runs, by how its results are read."""
+    """Decides in which dtype each operation of a program runs.
+
+    Args:
+      jaxpr: the program.
+      arguments: the states of its arguments.
+      context: the context of the whole call.
+      results_in: how its results are read.
+    """
     program = read_for_plan(jaxpr)
     known = dict(zip(program.inputs, arguments, strict=True))
     known |= {number: argument_state(program.avals[number]) for number, _ in program.consts}
@@ -174,6 +181,8 @@ def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: All
         op_plans.append(op_plan)
     look_ahead = LookAhead(program, states)
     reads = look_ahead.run(op_plans, results_in)
+    # What was widened changes the states behind it: casts of the program hand them on, and
+    # operations with programs inside are planned again for operands that became float32.
     for op_plan in op_plans:
         operands = operands_of(op_plan.op)
         if op_plan.keeps_dtype:

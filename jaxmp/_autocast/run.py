@@ -111,7 +111,7 @@ class _PlanInterpreter(Interpreter[_CastCell]):
 
     def variant(self, op: Op) -> Hashable:
         op_plan = self.plan.op_plans[op.number]
-        if op_plan.run not in (None, list) and op_plan.plan_key is None:
+        if op_plan.run is not None and not op_plan.is_cast and op_plan.plan_key is None:
             return None
         results = [(self.plan.states[x], x in self.plan.rounded) for x in op.outputs]
         reads = (*op_plan.in_dtypes, *op_plan.sources, *op_plan.broadcasts)
@@ -176,7 +176,7 @@ class _PlanInterpreter(Interpreter[_CastCell]):
         if op_plan.float8 is not None:
             (lhs, rhs), params = operands, {**op.params, **op_plan.params}
             return [float8_product(params, lhs, rhs, *op_plan.float8)]
-        if op_plan.sources:
+        if op_plan.is_low_product:
             return [self._product(op_plan, operands)]
         if op_plan.run is not None:
             return op_plan.run(operands)

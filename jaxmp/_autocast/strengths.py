@@ -22,7 +22,7 @@ class Strength(enum.IntEnum):
 
     WEAK = 0  # arguments, literals, and values made of these alone without products
     LOW = 1  # results of products, and values computed from them; float32 if a statistic lifts them
-    HIGH = 2  # exponentials, logarithms, sums over an axis; becomes 16-bit next to its size in 16
+    HIGH = 2  # exponentials, logarithms, sums; with a 16-bit value of its shape it becomes 16-bit
     FIRM = 3  # updated arguments, loop carries, exact parts; widens every value that it meets
 
 
@@ -49,7 +49,7 @@ class State(NamedTuple):
       strength: its origin.
       dtype: its dtype in the new program.
       value: the number, for a literal.
-      broadcast: whether it counts as smaller than the values that it meets.
+      broadcast: whether it counts as smaller than the values that it meets, and why.
       input_independent: whether it depends on no float argument: positions, masks, noise.
       loop_carried: whether it is firm because a loop carries it, and so is not a weight.
       materialized: whether compilers write it to memory, if it has 16 bits.
@@ -89,7 +89,7 @@ def combined_state(
     chooses: bool = False,
     scales: bool = False,
 ) -> State:
-    """Returns the state of an elementwise operation's result; LOW means that it runs in 16 bits.
+    """Returns the state of an elementwise operation's result, in whose dtype it runs.
 
     Args:
       states: the states of the operands. One with a smaller shape than the result is laid out.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._flax.layer_products import custom_part, is_layer, reason_left_out
+from jaxmp._flax.layer_products import custom_part, has_dot_general, reason_left_out
 from jaxmp._modules.decisions import family_of
 from jaxmp._numerics.user_warnings import first_few, warn_once
 from jaxmp._policies.policy_rules import Decision, PolicyRules
@@ -53,14 +53,14 @@ class Float8Layers:
         """
         policy, rule = decision
         if policy is None or policy.products is None:
-            self.others |= is_layer(module) or custom_part(module) is not None
+            self.others |= has_dot_general(module) or custom_part(module) is not None
             return
         # Params of one dimension, such as the scale of a norm, are in no product.
         self.multiplies |= any(jnp.ndim(x) > 1 for x in jax.tree.leaves(dict(params)))
         family = self.families.get(path)
         custom = custom_part(module) if family is None else None
         if custom is None:
-            if is_layer(module):
+            if has_dot_general(module):
                 self.reasons[path] = family or reason_left_out(module, params.get("kernel"))
             return
         if rule is not None and self._strict:

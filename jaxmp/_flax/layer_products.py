@@ -100,7 +100,7 @@ def product_attributes(module: Any, policy: Policy, family: str | None) -> dict[
     """
     if policy.products is None or family is not None:
         return {}
-    if not is_layer(module) or custom_part(module) is not None:
+    if not has_dot_general(module) or custom_part(module) is not None:
         return {}
     promotion = promote_but_kernel if isinstance(module, nn.Module) else promote_all_but_kernel
     attributes: dict[str, Any] = {"promote_dtype": promotion}
@@ -109,7 +109,7 @@ def product_attributes(module: Any, policy: Policy, family: str | None) -> dict[
     return attributes
 
 
-def is_layer(module: Any) -> bool:
+def has_dot_general(module: Any) -> bool:
     """Whether this is a layer with a `dot_general`, which a policy can put in float8."""
     return isinstance(module, _LAYERS)
 
@@ -120,7 +120,7 @@ def custom_part(module: Any) -> str | None:
     >>> custom_part(nn.Dense(16)), custom_part(nn.Dense(16, dot_general=max))
     (None, 'dot_general')
     """
-    if not is_layer(module):
+    if not has_dot_general(module):
         return "einsum" if isinstance(module, _EINSUMS) else None
     if getattr(module, "dot_general_cls", None) is not None:
         return "dot_general_cls"

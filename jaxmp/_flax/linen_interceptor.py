@@ -62,7 +62,7 @@ class _Session:
       root: the path of the module in its own model.
       module: the module.
       strict: whether it is an error if a module does not follow its rule.
-      calls: the modules that are being called, outermost first.
+      frames: the modules that are being called, outermost first.
       record: the modules that were called.
       lifted: the classes that transforms made.
     """
@@ -71,7 +71,7 @@ class _Session:
         self, rules: PolicyRules, root: tuple[str, ...], module: Any, strict: bool = False
     ) -> None:
         self.rules, self.root, self.module, self.strict = rules, root, module, strict
-        self.calls: list[_Frame] = []
+        self.frames: list[_Frame] = []
         self.record = ModuleRecord(rules, strict=strict)
         self.lifted = LiftedClasses()
 
@@ -90,22 +90,22 @@ class _Session:
                 self.record.others.add(self.path_of(module))
             return self._record_part(self.path_of(module), next_fun(*args, **kwargs))
         # A model that is applied inside of another, like a teacher, is under no rules of it.
-        if self.calls and is_other_model(module, self.module):
+        if self.frames and is_other_model(module, self.module):
             with _activate(_Session(PolicyRules(), (), module)):
                 return self._record_part(f"{module.name}()", next_fun(*args, **kwargs))
         return self.call(next_fun, args, kwargs, context)
 
     def _record_part(self, path: str, out: Any) -> Any:
         """Records the dtypes that a module returned to its caller."""
-        if self.calls and self.calls[-1].path != path:
+        if self.frames and self.frames[-1].path != path:
             dtypes = {x.dtype for x in jax.tree.leaves(out) if is_floating(x)}
-            self.calls[-1].parts.setdefault(path, set()).update(dtypes)
+            self.frames[-1].parts.setdefault(path, set()).update(dtypes)
         return out
 
     def call(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a method under the rules."""
         module, path = context.module, self.path_of(context.module)
-        caller = self.calls[-1] if self.calls else None
+        caller = self.frames[-1] if self.frames else None
         # A layer of Flax may call a module that its author gave it, which is not inside of it.
         prefix = f"{caller.path}/" if caller and caller.path else ""
         in_layer = caller is not None and caller.is_layer and path.startswith(prefix)
@@ -134,11 +134,11 @@ class _Session:
             call.inputs, call.out = (args, kwargs), next_fun(*args, **kwargs)
             return call.out
 
-        self.calls.append(_Frame(path, decision, is_linen_layer(module), parts))
+        self.frames.append(_Frame(path, decision, is_linen_layer(module), parts))
         try:
             out = call_with_casts(function, call.casts, args, kwargs)
         finally:
-            self.calls.pop()
+            self.frames.pop()
         if creates_params:
             round_new_params(module, decision, before)
         if is_setup:

@@ -326,8 +326,8 @@ def _plain_class(cls: Any) -> Any:
 
 def _class_before(cls: Any) -> Any:
     # `apply_policy` on a decorated class replaces its rules, and `remove_policy` restores them.
-    classes = vars(cls).get("_jaxmp")
-    return cls if classes is None or classes.before is None else classes.before
+    mark = vars(cls).get("_jaxmp")
+    return cls if mark is None or mark.before is None else mark.before
 
 
 def _rebuild(module: Any, cls: Any) -> Any:

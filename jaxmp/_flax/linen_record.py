@@ -1,4 +1,4 @@
-"""Records the modules that a call of a linen model reaches, and warns of those that it does not."""
+"""Records the modules that a call of a linen model runs, and warns of what no policy reaches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,7 +57,7 @@ class ModuleRecord:
     def warn(
         self, model: nn.Module, variables: Mapping[str, Any], *, whole: bool, again: bool
     ) -> None:
-        """Warns of params that no policy reaches, and of the fault of the CPU compiler."""
+        """Warns of params that no policy reaches, of layers out of 8 bits, and of a CPU's fault."""
         warn_of_cpu_compiler(dtypes_of(self.rules), variables)
         params = variables.get("params", {})
         # A cached trace of nn.jit shows no layers, and nor does a branch that is not taken.

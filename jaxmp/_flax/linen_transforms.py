@@ -9,7 +9,7 @@ from jaxmp._flax.linen_record import ModuleRecord, subtree
 
 
 class LiftedClasses:
-    """The classes that Flax's lifted transforms made, of the modules that were called.
+    """Notes on the classes that Flax's lifted transforms made, of the modules that were called.
 
     Attributes:
       jitted: whether nn.jit made one.

@@ -55,7 +55,7 @@ def promise_of(
       casts: the casts around the call.
       path: the path of the module.
       module: the module; not a layer of Flax.
-      parts: the dtypes that each submodule returns, for each submodule that the module calls.
+      parts: the dtypes that submodules return: in linen those that it calls, in nnx all inside.
       has_params: whether the module has floating params of its own.
       strict: whether another dtype is an error.
 

@@ -1,4 +1,4 @@
-"""Policies on nnx modules: finds the modules of a model and sets their dtypes."""
+"""Policies on nnx modules: sets the dtypes of the modules of a model, as planned."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.layer_precision import layer_precision
-from jaxmp._flax.layer_products import float8_text, is_layer, product_attributes
+from jaxmp._flax.layer_products import float8_text, has_dot_general, product_attributes
 from jaxmp._flax.module_casts import (
     Casts,
     call_with_casts,
@@ -201,7 +201,10 @@ def summary(model: Any) -> Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """The casts, promise and earlier state of a module under a policy, stored on the module."""
+    """The mark of a module under a policy: casts, promise and what it was before.
+
+    `_modules/marks.py` calls it in place of `__call__`.
+    """
 
     # A static attribute, hence part of the graphdef: `nnx.split`, `nnx.merge` and `nnx.jit` keep
     # it, and distinguish models under different rules. Pickles record these names.
@@ -284,7 +287,7 @@ def _apply_plan(plan: ModulePlan, dtypes: dict[int, tuple[Any, ...]]) -> None:
     # A layer of Flax returns the compute dtype anyway. Without casts it keeps its class.
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()
-    if has_call(module) and (is_layer(module) or not is_flax_layer(module)):
+    if has_call(module) and (has_dot_general(module) or not is_flax_layer(module)):
         casts = with_family(casts, policy, plan.family)
     if not (before or params_in_use(module) or casts or plan.promise):
         return

@@ -233,7 +233,7 @@ def _suggested(name: str, valid: list[str]) -> str:
 
 
 def check_not_ambiguous(name: Any) -> None:
-    """Raises ValueError for "bf16", "fp16" or "half" as the policy of a whole model."""
+    """Raises ValueError for "bf16", "fp16", "f16" or "half" as the policy of a whole model."""
     # As jmp reads them, params are narrow too; elsewhere they are what people call mixed precision.
     short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
     if dtype := short.get(name):

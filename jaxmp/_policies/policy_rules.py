@@ -280,7 +280,7 @@ class PolicyRules:
 
         >>> PolicyRules({"head": "f32"}).warn_unused({"head": None}, strict=True)
         """
-        # Linen's modules exist only while they run; its interceptor notes the rules that decided.
+        # Linen's modules exist only while they run: it notes the rules that decided.
         if used is None:
             unused = self.unused(paths)
         else:

@@ -80,7 +80,8 @@ def product(
     Args:
       primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
       params: its params, with `preferred_element_type` the 16-bit dtype, or float32.
-      operands: the two 16-bit arrays, then integer ones (the group sizes of `ragged_dot`).
+      operands: the two arrays, of 16 bits or widened from them where a CPU asks for it, then
+        integer ones (the group sizes of `ragged_dot`).
       wide: for each of the two, the float32 array that it was rounded from, or None where the
         gradient belongs to the operand itself.
       gathers: for each of the two, the shardings before and after it is gathered, or None. A

@@ -2,7 +2,7 @@
 
 Every primitive of JAX is listed here; a test names the primitives that a new JAX adds. The classes
 are those of `torch.autocast` on CUDA, but for what docs/from/torch_amp.md explains. No other file
-of the package lists primitives; a test checks that too.
+of the package has sets of primitives; a test checks that too.
 """
 
 import enum
@@ -12,12 +12,12 @@ class OpClass(enum.Enum):
     """The treatment of an operation by autocast."""
 
     LOWER = "runs in the compute dtype: matrix products and convolutions"
-    FLOAT32 = "runs in float32, and its result stays there: overflows or cancels in 16 bits"
+    FLOAT32 = "runs in float32, and its result is high: overflows or cancels in 16 bits"
     SUM = "makes one number of many, in float32: sums, products, extremes, collective sums"
     RANGE = "leaves the range of float16: float32 there, else follows its operands"
-    PROMOTE = "follows its operands: the widest of the activations among them"
+    PROMOTE = "follows its operands: their strengths decide"
     MOVE = "moves data: its result has the dtype of its operand"
-    UPDATE = "writes into an array: has the dtype of that array"
+    UPDATE = "writes into an array: has its dtype, float32 if it adds, and fills zeros of any"
     CONTROL = "contains programs, which are treated in turn"
     ALONE = "left as it was traced: exact bits, linear algebra, kernels, callbacks"
 
