@@ -56,7 +56,10 @@ myst_heading_anchors = 3
 
 def library_digest() -> str:
     """The version of the code that notebooks run."""
-    code = (path.read_bytes() for path in sorted((ROOT / "jaxmp").rglob("*.py")))
+    folders = ROOT / "jaxmp", ROOT / "docs/tutorials"
+    code = (
+        path.read_bytes() for each in folders for path in sorted(each.rglob("*.py"))
+    )
     return f"{jax.__version__}-{hashlib.sha256(b''.join(code)).hexdigest()[:12]}"
 
 
