@@ -25,7 +25,7 @@ from jaxmp._training.gradient_options import (
 )
 from jaxmp._training.gradients import scaled_evaluation, warn_of_float16, without_value
 from jaxmp._training.microbatch import Evaluation, sum_over_microbatches
-from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.optimizer import MixedPrecision, check_wrapped
 
 # Always use graph mode, whatever the context says: arguments may share modules.
 _grad = functools.partial(nnx.grad, graph=True, graph_updates=True)
@@ -211,10 +211,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: Any, tx: MixedPrecision, *, wrt: Any = nnx.Param) -> None:
-        if not isinstance(tx, MixedPrecision):
-            raise TypeError(
-                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
-            )
+        check_wrapped(tx)
         params, opt_state = nnx.as_pure(nnx.state(model, wrt)), None
         nodes = (x for _, x in nnx.iter_graph(model, graph=True) if isinstance(x, nnx.Module))
         keeps = tx.rules.rules or any("_jaxmp" in vars(x) for x in nodes)

@@ -84,15 +84,7 @@ def _expanded(state: Any, kinds: tuple[str, ...]) -> Any:
 
 
 def store_like(state: PyTree, expanded: PyTree) -> PyTree:
-    """Stores an expanded state in the form of another state.
-
-    Args:
-      state: a state, which may have parts that `compact_state` made.
-      expanded: a tree with the structure of `expanded_state(state)`.
-
-    Returns:
-      The values of `expanded` in the form of `state`.
-    """
+    """Stores a tree like `expanded_state(state)` in the form of the state."""
 
     def store(old: Any, new: PyTree) -> Any:
         return _store_like(old, new) if is_compact(old) else new
@@ -103,15 +95,9 @@ def store_like(state: PyTree, expanded: PyTree) -> PyTree:
 def store_next(
     state: RoundedState | CodedState, expanded: PyTree, after: Sequence[Array] = ()
 ) -> RoundedState | CodedState:
-    """Stores the next state in the form of this one.
+    """Stores the next state, as the optimizer returned it, in the form of this one.
 
-    Args:
-      state: a state that `compact_state` made.
-      expanded: the next state, as the optimizer returned it.
-      after: other arrays computed from `state`, to be ready before it is overwritten.
-
-    Returns:
-      The next state.
+    `after` are other arrays computed from this state, to be ready before it is overwritten.
     """
     return _store_like(state, expanded, after)._replace(step=state.step + jnp.uint32(1))
 

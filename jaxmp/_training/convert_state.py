@@ -25,7 +25,7 @@ from jaxmp._training.compact_forms import expanded_state, is_compact, store_like
 from jaxmp._training.first_state import in_one_program
 from jaxmp._training.master_storages import STORAGES, storage_of
 from jaxmp._training.masters import is_masked
-from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.optimizer import MixedPrecision, check_wrapped
 from jaxmp._training.optimizer_step import MixedPrecisionState
 
 
@@ -69,10 +69,7 @@ def convert_state(
     >>> convert_state(converted, old).opt_state.master
     {'w': Array(1.001, dtype=float32)}
     """
-    if not isinstance(tx, MixedPrecision):
-        raise TypeError(
-            f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
-        )
+    check_wrapped(tx)
     if params is not None:
         return _convert_state(params, state, tx, widen_params)
     if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):

@@ -18,11 +18,6 @@ def in_one_program(make: Callable[..., Any], params: PyTree, *others: PyTree) ->
     One operation after the other, a state costs a program for each shape and each operation: 430 of
     them for eight params with remainders and 8-bit moments.
 
-    Args:
-      make: a function of the trees, which is traced in each call.
-      params: the live params, or the first masters.
-      others: further trees.
-
     Returns:
       The state, on the devices of the params. If arguments are traced, it is a part of that
       program. Its operations run one by one if arrays are on several devices, where each follows

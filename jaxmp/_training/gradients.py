@@ -254,11 +254,7 @@ def _make_float16(jaxprs: Sequence[Any]) -> bool:
 
 
 def _leads_through_float16(jaxpr: Any) -> bool:
-    """Whether a gradient is float16 on its way through a backward pass.
-
-    Args:
-      jaxpr: the program of the backward pass, whose first argument is the gradient.
-    """
+    """Whether a gradient, the first argument of a backward pass, is float16 on its way."""
     # Only gradients count: data may be float16, also where a checkpoint computes it again.
     through_float16 = False
 

@@ -17,12 +17,8 @@ from jaxmp._training.train_state import TrainState
 class TrainStep:
     """A jitted step that checks the state it is called with, as `make_train_step` returns it.
 
-    It has all attributes of a jitted function, such as `lower` and `trace`.
-
-    Args:
-      jitted: the step.
-      donates: whether the state is donated.
-      warn: called with the state and the batch of the first call.
+    It has all attributes of a jitted function, such as `lower` and `trace`. `warn` is called with
+    the state and the batch of the first call.
     """
 
     def __init__(

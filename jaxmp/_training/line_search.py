@@ -46,13 +46,8 @@ def value_function(
     """Returns the loss of a step as a function of float32 params, with the gradients of a step.
 
     Optimizers that search along a line evaluate and differentiate it. As in a step, params are
-    rounded to the dtypes of the live ones, and gradients are scaled inside and float32 outside.
-
-    Args:
-      evaluate_batch: evaluates the loss, of params and the rest.
-      params: the live params.
-      operands: the batch, the collections and the loss scale.
-      evaluation: the evaluation of the loss at these params.
+    rounded to the dtypes of the live ones, and gradients are scaled inside and float32 outside. The
+    operands are the batch, the collections and the loss scale.
     """
 
     def evaluate_at(values: PyTree, factor: Any) -> tuple[Any, list[Any]]:

@@ -178,13 +178,6 @@ def follow(
 ) -> Float32[Array, "*shape"]:
     """Returns the master where it rounds to the param, and the widened param elsewhere.
 
-    Args:
-      master: the float32 master.
-      param: the live param, of fewer bits.
-
-    Returns:
-      The master for the next update, bit for bit the old one where no param was set.
-
     >>> follow(jnp.float32([1.001, 1.001]), jnp.bfloat16([1.0, 7.0]))
     Array([1.001, 7.   ], dtype=float32)
     """

@@ -43,12 +43,8 @@ class Masters:
     def kind(self, params: PyTree) -> dict[str, Int32[Array, ""]] | Int32[Array, ""]:
         """Returns a count of steps, whose name says how the params and masters are stored.
 
-        Args:
-          params: the live params, or a tree with their dtypes.
-
-        Returns:
-          Zero, under a name made of the dtypes of the params and, if there are masters, of how
-          these are stored. Without params, zero alone.
+        It is zero, under a name made of the dtypes of the params and, if there are masters, of how
+        these are stored. Without params, zero alone.
 
         >>> Masters("remainder").kind({"w": jnp.bfloat16(0)})
         {'bfloat16-remainder': Array(0, dtype=int32)}
@@ -67,12 +63,9 @@ class Masters:
         return {"-".join(parts): jnp.int32(0)} if dtypes else jnp.int32(0)
 
     def first(self, values: PyTree, dtypes: PyTree, trainable: PyTree) -> LiveAndMaster:
-        """Returns live params and what is stored, for masters that start as `values`.
+        """Returns live params of these dtypes and what is stored, for masters that start as values.
 
-        Args:
-          values: the first masters, rounded or not.
-          dtypes: those of the live params, in a tree like them.
-          trainable: for each leaf whether the optimizer ever changes it; others need no master.
+        What the optimizer never changes, and is not `trainable`, needs no master.
         """
         names = jax.tree.unflatten(jax.tree.structure(values), leaf_names(values))
 

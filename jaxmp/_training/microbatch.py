@@ -43,37 +43,20 @@ def is_single_key(x: Any) -> bool:
 def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     """Gives every leaf a leading axis of microbatches.
 
-    Microbatch `i` takes the examples `i, i + count, ...`.
-
-    Args:
-      batch: arrays with a leading batch axis, of one length; typed PRNG keys without one are
-        split.
-      count: how many microbatches.
-      whole: arguments that every microbatch gets unchanged; they must not look like a part of the
-        batch.
-
-    Returns:
-      The tree with leaves of shape `(count, batch / count, ...)`, and keys of shape `(count,)`.
+    Microbatch `i` takes the examples `i, i + count, ...`: arrays have a leading batch axis, of one
+    length, and typed PRNG keys without one are split.
 
     Raises:
-      ValueError: if a leaf has no batch axis or another length, or cannot be divided; names the
-        leaf.
+      ValueError: if a leaf has no batch axis or another length, or cannot be divided; or if one of
+        the `whole` arguments, which are not split, looks like a part of the batch.
 
     >>> split_batch(jnp.arange(6), 2)
     Array([[0, 2, 4],
            [1, 3, 5]], dtype=int32)
     """
     leaves, treedef = jax.tree.flatten(batch)
-    names = leaf_names(batch)
-    examples = _number_of_examples(list(zip(names, leaves, strict=True)))
-    for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
-        if examples is not None and jnp.shape(x)[:1] == (examples,):
-            raise ValueError(
-                f"keyword argument {name!r} has {examples} examples like the batch, but keyword "
-                "arguments are not split into microbatches. Pass it by position, or let the loss "
-                "function close over it if it is no part of the batch"
-            )
-    if examples is not None and examples % count:
+    _, examples = examples_of(batch, whole, "into microbatches", "or, in value_and_grad,")
+    if examples % count:
         raise ValueError(
             f"the batch has {examples} examples, which {count} microbatches do not divide. Use a "
             f"batch size that is a multiple of {count}"
@@ -92,29 +75,43 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     return jax.tree.unflatten(treedef, [split_leaf(x) for x in leaves])
 
 
-def _number_of_examples(leaves: list[tuple[str, Any]]) -> int | None:
-    """Returns how many examples all leaves of a batch hold; None if there are only PRNG keys."""
-    first: tuple[str, int] | None = None
-    for name, x in leaves:
+def examples_of(batch: PyTree, whole: PyTree, how: str, hint: str = "or") -> tuple[str, int]:
+    """Returns the first leaf with examples, and how many all leaves of a batch hold.
+
+    Args:
+      batch: a batch to split; without any examples if there are only PRNG keys.
+      whole: arguments that are not split, and must not look like a part of the batch.
+      how: the way in which it is split, for messages.
+      hint: how the advice about `batch_argnums` begins, which not every caller has.
+    """
+    examples: list[tuple[str, int]] = []
+    for name, x in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
         if is_single_key(x):
             continue
         if jnp.ndim(x) == 0:
             raise ValueError(
-                f"batch leaf {name!r} is a scalar and has no examples to split into microbatches. "
-                "Give each example its own, jnp.full(examples, x), or, in value_and_grad, leave "
-                "its argument out of batch_argnums"
+                f"batch leaf {name!r} is a scalar and has no examples to split {how}. Give each "
+                f"example its own, jnp.full(examples, x), {hint} leave its argument out of "
+                "batch_argnums"
             )
-        examples = jnp.shape(x)[0]
-        if first is not None and examples != first[1]:
+        examples.append((name, jnp.shape(x)[0]))
+    first, count = next(iter(examples), ("", 0))
+    if others := [(name, n) for name, n in examples if n != count]:
+        other, n = others[0]
+        raise ValueError(
+            f"batch leaves {first!r} and {other!r} have {count} and {n} examples: only arrays with "
+            f"one and the same leading batch axis can be split {how}. Give each example its own "
+            f"copy of the others, {hint} leave their argument out of batch_argnums (a PRNG key "
+            "must be a typed one, jax.random.key)"
+        )
+    for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
+        if examples and jnp.shape(x)[:1] == (count,):
             raise ValueError(
-                f"batch leaves {first[0]!r} and {name!r} have {first[1]} and {examples} examples: "
-                "only arrays with one and the same leading batch axis can be split into "
-                "microbatches. Give each example its own copy of the others, or, in "
-                "value_and_grad, leave their argument out of batch_argnums (a PRNG key must be a "
-                "typed one, jax.random.key)"
+                f"keyword argument {name!r} has {count} examples like the batch, but keyword "
+                f"arguments are not split {how}. Pass it by position, or let the loss function "
+                "close over it if it is no part of the batch"
             )
-        first = first or (name, examples)
-    return None if first is None else first[1]
+    return first, count
 
 
 def _check_share(x: Any, count: int) -> None:

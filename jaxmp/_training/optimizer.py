@@ -44,12 +44,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     _algorithm: Algorithm
 
     def __new__(cls, algorithm: Algorithm, rules: PolicyRules) -> "MixedPrecision":
-        """Builds the transformation.
-
-        Args:
-          algorithm: the optimizer step.
-          rules: the rules of the model.
-        """
+        """Builds the transformation from the optimizer step and the rules of the model."""
 
         def init(params: PyTree) -> MixedPrecisionState:
             refuse_to_be_wrapped()
@@ -151,6 +146,14 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         return new
 
 
+def check_wrapped(tx: Any) -> None:
+    """Raises TypeError for an optimizer that `mixed_precision` did not return."""
+    if not isinstance(tx, MixedPrecision):
+        raise TypeError(
+            f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+        )
+
+
 def params_and_state(
     tx: MixedPrecision,
     params: PyTree,
@@ -159,14 +162,9 @@ def params_and_state(
     cast_params: bool = True,
     own: bool = False,
 ) -> tuple[PyTree, MixedPrecisionState]:
-    """Returns what `MixedPrecision.init_params` does.
+    """Returns what `MixedPrecision.init_params` does; copies alone if `own`.
 
-    Args:
-      tx: the optimizer.
-      params: the first masters.
-      like: a tree with the dtypes of the live params.
-      cast_params: False leaves the dtypes of the params unchanged.
-      own: whether to return copies alone.
+    Without `cast_params` the dtypes of the params stay as they are.
     """
     check_arrays(params, "params")
     if like is None and cast_params and not tx.rules.rules:

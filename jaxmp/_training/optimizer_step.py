@@ -113,13 +113,9 @@ class Algorithm:
     def init(
         self, values: PyTree, like: PyTree = None, *, own: bool = False
     ) -> tuple[PyTree, MixedPrecisionState]:
-        """Returns live params and the state, for masters that begin as `values`.
+        """Returns live params, in the dtypes of `like`, and the state, for masters like `values`.
 
-        Args:
-          values: the first masters, rounded or not.
-          like: a tree with the dtypes of the live params, in place of those of `values`.
-          own: whether all arrays returned are copies. Otherwise params that need no cast, and
-            masters, are the given arrays.
+        If `own`, all are copies. Otherwise params that need no cast, and masters, are the values.
         """
         check_arrays(values, "params")
         values = strong(values)
@@ -168,13 +164,8 @@ class Algorithm:
     ) -> tuple[PyTree, MixedPrecisionState]:
         """Returns the new params, or the updates that lead to them, and the new state.
 
-        Args:
-          grads: unscaled gradients.
-          state: the state.
-          params: the live params.
-          finite: whether to take the step, in place of a test of the gradients.
-          extra: further arguments of the inner optimizer.
-          as_updates: whether to return updates.
+        `finite` says whether to take the step, in place of a test of the gradients; `extra` are
+        further arguments of the inner optimizer.
         """
         trainable = self._check(grads, state, params)
         # Optimizers were written for automatic axes. A step runs on these, and keeps all shardings.

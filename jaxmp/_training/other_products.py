@@ -25,10 +25,6 @@ def warn_of_other_products(grads: PyTree, rules: PolicyRules) -> None:
 
     Where an update is traced with its gradients, JAX knows what these were computed by. Gradients
     that come from elsewhere, such as an earlier program, say nothing.
-
-    Args:
-      grads: the gradients of an update.
-      rules: the rules that the optimizer was wrapped for.
     """
     policies = [policy for policy in all_policies(rules) if is_narrow(policy.compute_dtype)]
     if not policies:

@@ -27,7 +27,7 @@ from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import automatic, check_mesh, explicit_mesh, named_axes
 from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
 from jaxmp._training.gradients import scaled_evaluation
-from jaxmp._training.microbatch import Evaluation, is_single_key
+from jaxmp._training.microbatch import Evaluation, examples_of, is_single_key
 
 _ANY = jax.P.UNCONSTRAINED
 
@@ -71,14 +71,13 @@ class Shards:
 
     def split(self, batch: dict[int, PyTree], whole: dict[str, Any]) -> dict[int, PyTree]:
         """Gives arguments a leading axis of parts; each device keeps the examples it has."""
-        sizes = _check_divides(batch, self)
-        for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
-            if jnp.ndim(x) and jnp.shape(x)[0] in sizes:
-                raise ValueError(
-                    f"keyword argument {name!r} has {jnp.shape(x)[0]} examples like the batch, but "
-                    "keyword arguments are not split over the devices. Pass it by position, or "
-                    "let the loss function close over it if it is no part of the batch"
-                )
+        name, examples = examples_of(batch, whole, "over the devices")
+        if examples % self.size:
+            raise ValueError(
+                f"batch leaf {name!r} has {examples} examples, which the {self.size} devices along "
+                f"{self.axes} do not divide. Use a batch size that is a multiple of {self.size}, "
+                "or leave its argument out of batch_argnums if it is no part of the batch"
+            )
 
         def split_leaf(x: Any) -> Array:
             if is_single_key(x):  # each part has its own dropout
@@ -160,38 +159,6 @@ def shards_of(mesh: Any, axis: Axis) -> Shards:
             "jax.shard_map use jaxmp.sharding.gather_params or reduce_gradients"
         )
     return Shards(automatic(mesh), axes)
-
-
-def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
-    """Returns the number of examples as a set, which is empty if there are only keys."""
-    sizes: dict[int, str] = {}
-    for name, x in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-        if is_single_key(x):
-            continue
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                f"batch leaf {name!r} is a scalar and has no examples to split over the devices. "
-                "Give each example its own, jnp.full(examples, x), or leave its argument out of "
-                "batch_argnums"
-            )
-        size = jnp.shape(x)[0]
-        if size % shards.size:
-            raise ValueError(
-                f"batch leaf {name!r} has {size} examples, which the {shards.size} devices along "
-                f"{shards.axes} do not divide. Use a batch size that is a multiple of "
-                f"{shards.size}, or leave its argument out of batch_argnums if it is no part of "
-                "the batch"
-            )
-        sizes.setdefault(size, name)
-    if len(sizes) > 1:
-        (size, name), (other_size, other), *_ = sizes.items()
-        raise ValueError(
-            f"batch leaves {name!r} and {other!r} have {size} and {other_size} examples: only "
-            "arrays with one and the same leading batch axis can be split over the devices. Give "
-            "each example its own copy of the others, or leave their argument out of "
-            "batch_argnums (a PRNG key must be a typed one, jax.random.key)"
-        )
-    return set(sizes)
 
 
 def per_shard(

@@ -19,16 +19,7 @@ def step_if(
 ) -> State:
     """Returns the state after a step if it is taken, and otherwise the old state to the bit.
 
-    Args:
-      pred: whether the step is taken, a boolean scalar.
-      step: computes the next state, in the same structure and dtypes.
-      before: the state before the step.
-      skip: how a step is skipped. `"cond"`: on CPUs and TPUs by `lax.cond`, on GPUs by a loop of at
-        most one iteration. `"select"`: the step is computed, and each leaf chosen. `"auto"`: as
-        `"cond"` on CPUs and TPUs, as `"select"` on GPUs. `"none"`: the step is always taken.
-
-    Returns:
-      The next state, or the old one.
+    The step keeps structure and dtypes. `skip` is that of `mixed_precision`.
 
     >>> step_if(jnp.array(False), lambda x: x + jnp.nan, jnp.ones(2), "cond")
     Array([1., 1.], dtype=float32)

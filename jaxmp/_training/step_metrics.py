@@ -15,12 +15,7 @@ Metrics = dict[str, Any]
 
 
 def step_metrics(old: TrainState, new: TrainState) -> Metrics:
-    """Returns the metrics of the loss scale and of skipped steps.
-
-    Args:
-      old: the state that the step was given.
-      new: the state that it returns.
-    """
+    """Returns the metrics of the loss scale and of skipped steps, from states before and after."""
     return {
         "grads_finite": new.opt_state.grads_finite,
         "loss_scale": old.loss_scale.scale,
@@ -32,14 +27,10 @@ def step_metrics(old: TrainState, new: TrainState) -> Metrics:
 def gradient_metrics(
     grads: PyTree, finite: Any, state: TrainState, counts: bool, every: int | None
 ) -> Metrics:
-    """Returns the metrics of gradients: counts, histograms, both or none.
+    """Returns the metrics of gradients, from the state before the step.
 
-    Args:
-      grads: the gradients.
-      finite: whether the step is taken.
-      state: the state that the step was given.
-      counts: whether to count the numbers that are not finite, in skipped steps.
-      every: every how many calls to make histograms; None for never.
+    With `counts`, how many numbers are not finite in skipped steps; histograms `every` so many
+    calls, or never for None.
     """
 
     def none(grads: PyTree) -> PyTree:

@@ -25,7 +25,7 @@ from jaxmp._numerics.tree import (
     select,
     stays_finite,
 )
-from jaxmp._training.optimizer import MixedPrecision, params_and_state
+from jaxmp._training.optimizer import MixedPrecision, check_wrapped, params_and_state
 
 
 def _register_with_flax(cls: Any) -> None:
@@ -186,10 +186,7 @@ class TrainState:
             arrays.
           ValueError: if a collection has a name that `TrainState` uses itself.
         """
-        if not isinstance(tx, MixedPrecision):
-            raise TypeError(
-                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
-            )
+        check_wrapped(tx)
         all_fields = {field.name: field for field in dataclasses.fields(cls)}
         own = set(all_fields) - {field.name for field in dataclasses.fields(TrainState)}
         fields = {name: collections.pop(name) for name in own & set(collections)}

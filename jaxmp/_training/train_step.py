@@ -222,12 +222,7 @@ class StepOptions:
     def step(
         self, loss_fn: Callable[..., Any], under_rules: LossUnderRules | None = None
     ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
-        """Returns the function of one step, not jitted.
-
-        Args:
-          loss_fn: the loss, as `make_train_step` takes it.
-          under_rules: of a loss of modules, returns it under rules about these.
-        """
+        """Returns one step, not jitted; `under_rules` returns a loss of modules under rules."""
         if not callable(loss_fn):
             raise TypeError(f"make_train_step takes a loss function, got {type(loss_fn).__name__}")
 

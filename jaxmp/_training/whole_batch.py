@@ -23,14 +23,8 @@ def warn_of_whole_batch(
     """Warns if a step on several devices is of data parallelism, and its batch is not split.
 
     It is, with an `fsdp`, or if all that it reads is whole on each device. Whoever splits
-    anything else, an array or in the loss, has another plan.
-
-    Args:
-      loss_fn: `loss_fn(params, batch, **collections)`. It is traced if all else speaks for a
-        warning, as it may split the batch by itself.
-      state: the state.
-      batch: the batch.
-      fsdp: how params are split to save memory.
+    anything else, an array or in the loss, has another plan. The loss is traced if all else speaks
+    for a warning, as it may split the batch by itself.
     """
     placed = jax.tree.leaves(fsdp.shardings if fsdp else state.params)
     shardings = [getattr(x, "sharding", x) for x in placed]

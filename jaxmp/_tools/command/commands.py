@@ -57,12 +57,7 @@ CHECKS: dict[str, tuple[Callable[[str], Any], str]] = {
 def parse_checks(texts: list[str]) -> dict[str, Any]:
     """Reads checks of a command line as arguments of `AuditReport.check`.
 
-    Args:
-      texts: each one or more `name=value`, with commas between. Names of dtypes have commas
-        between, too.
-
-    Returns:
-      The arguments.
+    Each text is one or more `name=value`, with commas between.
 
     Raises:
       UsageError: for an unknown name, a name that is given twice, or a value that it cannot have.

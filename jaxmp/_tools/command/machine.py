@@ -110,13 +110,7 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def remarks(
     values: Mapping[str, str], machine: Machine | None, installed: Collection[str] = ()
 ) -> list[str]:
-    """Returns a sentence for each setting that changes dtypes, results or speed.
-
-    Args:
-      values: the settings.
-      machine: the devices; None if there are none.
-      installed: the names of the packages.
-    """
+    """Returns a sentence for each setting that changes dtypes, results or speed."""
     texts = [
         text
         for name, (usual, text) in _REMARKS.items()

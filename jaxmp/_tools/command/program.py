@@ -24,14 +24,7 @@ class UsageError(Exception):
 
 
 class NamedProgram(NamedTuple):
-    """A function with arguments to call it with.
-
-    Attributes:
-      name: the name that the user gave.
-      fn: the function.
-      args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
-      kwargs: its keyword arguments.
-    """
+    """A function with its arguments, which may be abstract, under the name that the user gave."""
 
     name: str
     fn: Callable[..., Any]

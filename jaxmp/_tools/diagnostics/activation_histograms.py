@@ -15,7 +15,7 @@ from jaxmp._program import compat
 from jaxmp._program.op_classes import CLASSES, OpClass
 from jaxmp._program.program import read
 from jaxmp._program.tracing import combine, partition
-from jaxmp._tools.diagnostics.scope_values import Capture, ScopeOf, scope_of_module, scope_values
+from jaxmp._tools.diagnostics.scope_values import Capture, scope_of_module, scope_values
 from jaxmp._tools.inspect.equations import Site, site_of
 from jaxmp._tools.inspect.lines import UNKNOWN, line_of
 
@@ -78,7 +78,7 @@ def activation_histograms(
     catching = scope_values(
         fun,
         histogram_of,
-        _scope_or_line(),
+        _scope_or_line,
         join=lambda saved: (saved[0].sum(0), saved[1].max(0, initial=0)),
     )
 
@@ -91,26 +91,22 @@ def activation_histograms(
     return result
 
 
-def _scope_or_line() -> ScopeOf:
-    """Returns a function that names the modules around an equation; outside of all, its line."""
-
-    def scope_of(site: Site) -> tuple[str, ...]:
-        if modules := scope_of_module(site):
-            return modules
-        line = line_of(site)
-        # A call counts for the lines inside of it, if these are the user's. A helper that JAX jits,
-        # such as `jnp.where`, has no line but that of its caller.
-        is_control = CLASSES.get(site.name) is OpClass.CONTROL
-        inner = [
-            site_of(op, site)
-            for body in (compat.bodies_of(site.equation) if is_control else ())
-            for op in read(body).ops
-        ]
-        has_own_lines = inner and line not in map(line_of, inner)
-        # What JAX adds under `vmap`, outside of all lines, has no row.
-        return () if has_own_lines or line == UNKNOWN else (line,)
-
-    return scope_of
+def _scope_or_line(site: Site) -> tuple[str, ...]:
+    """Returns the modules around an equation; outside of all, its line."""
+    if modules := scope_of_module(site):
+        return modules
+    line = line_of(site)
+    # A call counts for the lines inside of it, if these are the user's. A helper that JAX jits,
+    # such as `jnp.where`, has no line but that of its caller.
+    is_control = CLASSES.get(site.name) is OpClass.CONTROL
+    inner = [
+        site_of(op, site)
+        for body in (compat.bodies_of(site.equation) if is_control else ())
+        for op in read(body).ops
+    ]
+    has_own_lines = inner and line not in map(line_of, inner)
+    # What JAX adds under `vmap`, outside of all lines, has no row.
+    return () if has_own_lines or line == UNKNOWN else (line,)
 
 
 def _rows_by_name(capture: Capture, by_turn: bool) -> Histograms:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._numerics.dtypes import is_inexact
+from jaxmp._numerics.tree import leaf_names
 from jaxmp._program.tracing import combine, partition, trace_call
 from jaxmp._tools.diagnostics.comparison import Comparison, Difference, Gap, Unmatched
 from jaxmp._tools.diagnostics.first_order import FirstOrder, Target
@@ -118,11 +119,7 @@ def compare(
 
 
 def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, list[str]]:
-    """Returns the variance that roundings add to each result, relative to its size.
-
-    Returns:
-      The variances by path, and what is not counted.
-    """
+    """Returns the relative variance that roundings add to each result, and what is not counted."""
 
     def floats(*args: Any) -> dict[str, Any]:
         leaves = {path: x for path, x in _result_leaves(fun(*args)).items() if is_inexact(x)}
@@ -168,7 +165,7 @@ def _run(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str])
     """Runs a function, compiled, with the values that leave its scopes; adds to `dtypes`."""
     # Functions and flags among the arguments are no arguments of the compiled program.
     static, arrays = partition(tuple(args))
-    catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else scope_of_line())
+    catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else scope_of_line)
     returned: list[Any] = []
 
     @jax.jit
@@ -336,13 +333,12 @@ def _compare_results(
 def _result_leaves(tree: Any) -> dict[str, Any]:
     """Returns the arrays of numbers or bools in a result, by path; text and keys have none."""
     arrays: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in zip(leaf_names({"result": tree}), jax.tree.leaves(tree), strict=True):
         dtype = getattr(leaf, "dtype", None)
         has_numbers = isinstance(leaf, (bool, int, float, complex)) or (
             dtype is not None
             and (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))
         )
         if has_numbers:
-            name = f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/")
-            arrays[name] = jnp.asarray(leaf)
+            arrays[path] = jnp.asarray(leaf)
     return arrays

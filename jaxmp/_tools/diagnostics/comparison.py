@@ -1,11 +1,10 @@
 """The report of `compare`: the differences of two programs, by module."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from jaxmp._tools.diagnostics.log_probs import LogProbGap
-from jaxmp._tools.inspect.table_report import TableReport
+from jaxmp._tools.inspect.table_report import TableReport, plain
 
 # A model has hundreds of values. `first` names the one that matters, and `rows` has all.
 _MOST_ROWS = 40
@@ -125,14 +124,6 @@ class Comparison(TableReport):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and text, as json.dumps takes them; None for infinities and NaN."""
-
-        # JSON has no infinity, which json.dumps would write all the same.
-        def plain(row: Difference | Gap | LogProbGap) -> dict[str, Any]:
-            return {
-                name: None if isinstance(x, float) and not math.isfinite(x) else x
-                for name, x in dataclasses.asdict(row).items()
-            }
-
         return {
             "rows": [plain(row) for row in self.rows],
             "results": [plain(row) for row in self.results],

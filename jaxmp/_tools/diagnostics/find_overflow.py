@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._numerics.dtypes import is_inexact
-from jaxmp._numerics.tree import split_floats
+from jaxmp._numerics.tree import leaf_names, split_floats
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._program import compat
 from jaxmp._program.mesh_axes import on_automatic_axes_here, on_automatic_mesh
@@ -92,7 +92,7 @@ def find_overflow(
     # From `combine`, which sorts keyword arguments as the program has them.
     (_, *batch), others = combine(static, arrays)
     parts = [("params", params), ("batch", batch[0] if len(batch) == 1 else batch), *others.items()]
-    names = [place for name, part in parts for place in _leaves_by_name(part, name)]
+    names = [place for name, part in parts for place in leaf_names({name: part})]
     # Other leaves, such as functions, are not arguments of the program.
     are_arrays = zip(names, static.are_arrays, strict=True)
     names = [name for name, is_array in are_arrays if is_array]
@@ -108,9 +108,7 @@ def find_overflow(
 
 
 def _leaves_by_name(tree: PyTree, name: str) -> dict[str, Any]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {f"{name}/{keystr(path)}".removesuffix("/"): leaf for path, leaf in leaves}
+    return dict(zip(leaf_names({name: tree}), jax.tree.leaves(tree), strict=True))
 
 
 class _Level(enum.IntEnum):
@@ -154,7 +152,7 @@ class _Search:
         level = _level(array)
         if not level:
             return RunValue(array, _Note())
-        report = functools.partial(_report, "argument", name, "", "", (), (), _result_of(array))
+        report = functools.partial(Overflow, "argument", name, "", "", (), (), *_result_of(array))
         return RunValue(array, _Note(level, self._new_event(level is _Level.MASKED, report)))
 
     def see(self, place: Place, operands: list[RunValue], results: list[Any]) -> list[_Note]:
@@ -238,46 +236,21 @@ class _Search:
         self, name: str, place: Place | None, operands: list[RunValue], worst: Any
     ) -> Any:
         if place is None:
-            return functools.partial(_report, name, UNKNOWN, "", "", (), (), _result_of(worst))
+            return functools.partial(Overflow, name, UNKNOWN, "", "", (), (), *_result_of(worst))
         scopes = scopes_of(place.site)
         # In a `shard_map` of the first device on which it is not finite.
         device = int(np.argwhere(~np.isfinite(_as_numpy(worst)))[0][0]) if place.mapped else None
         arrays = [operand.array for operand in operands if is_inexact(operand.array)]
         return functools.partial(
-            _report,
+            Overflow,
             name,
             line_of(place.site),
             module_path(scopes),
             direction(scopes),
             place.turns,
             tuple(_operand_of(array if device is None else array[device]) for array in arrays),
-            _result_of(worst if device is None else worst[device]),
+            *_result_of(worst if device is None else worst[device]),
         )
-
-
-class _Result(NamedTuple):
-    # Numbers, not the array: many events are never reported, and arrays would stay in memory.
-    dtype: str
-    shape: tuple[int, ...]
-    infinite: int
-    nan: int
-    first: tuple[int, ...]
-
-
-def _report(
-    operation: str,
-    line: str,
-    path: str,
-    run: Any,
-    turns: tuple[int, ...],
-    operands: tuple[OverflowOperand, ...],
-    result: _Result,
-    reaches: tuple[str, ...],
-    gradients: int,
-) -> Overflow:
-    return Overflow(
-        operation, line, path, run, turns, operands, *result, reaches=reaches, gradients=gradients
-    )
 
 
 def _level(array: Any) -> _Level:
@@ -323,12 +296,14 @@ def _as_numpy(array: Any) -> Any:
     )
 
 
-def _result_of(array: Any) -> _Result:
+def _result_of(array: Any) -> tuple[Any, ...]:
+    """Returns the attributes of an `Overflow` from `dtype` to `index`."""
+    # Numbers, not the array: many events are never reported, and arrays would stay in memory.
     x = _as_numpy(array)
     bad = ~np.isfinite(x)
     index = tuple(int(i) for i in np.argwhere(bad)[0])
     infinite = int(np.isinf(x).sum())
-    return _Result(array.dtype.name, x.shape, infinite, int(bad.sum()) - infinite, index)
+    return array.dtype.name, x.shape, infinite, int(bad.sum()) - infinite, index
 
 
 def _operand_of(array: Any) -> OverflowOperand:

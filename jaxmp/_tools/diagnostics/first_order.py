@@ -79,7 +79,10 @@ class Target(NamedTuple):
         Relative errors: squares of small gradients would leave the range of float32.
         """
         # The same signs with steps and without: their difference is that of the steps.
-        signs = [_signs(x, seed) for seed, x in enumerate(floats)]
+        signs = [
+            jax.random.rademacher(jax.random.key(seed), x.shape).astype(x.dtype)
+            for seed, x in enumerate(floats)
+        ]
         numbers = list(map(finite, floats))
         sizes = [norm([x] if self.each else numbers) for x in numbers]
         pairs = zip(signs, sizes, strict=True)
@@ -168,14 +171,7 @@ class FirstOrder:
 
 
 class _Probed(SmoothComparisons):
-    """Runs the low program, and counts its errors in the derivative of zeros.
-
-    Args:
-      probe_of: returns the zeros of an operation.
-      dtypes: other dtypes whose errors are counted too.
-      float32: whether errors of float32 operations are counted too.
-      unit: as for `Steps`.
-    """
+    """Runs the low program, and counts its errors in the derivatives of zeros, its probes."""
 
     def __init__(
         self,
@@ -236,11 +232,6 @@ def _terms_of(site: Site) -> float:
     if site.name in RUNNING:
         return float(site.in_avals[0].shape[site.params["axis"]])
     return float(site.in_avals[0].size / size)
-
-
-def _signs(x: Any, seed: int) -> Any:
-    """Returns a random sign for each number of an array."""
-    return jax.random.rademacher(jax.random.key(seed), x.shape).astype(x.dtype)
 
 
 def _rounded_to(x: Any, dtype: DType) -> Any:

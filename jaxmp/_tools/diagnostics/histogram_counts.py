@@ -9,10 +9,9 @@ from jaxmp._numerics.histograms import LOWER_EDGES, Histograms
 
 
 def fetch_counts(histograms: Histograms) -> tuple[Any, Any]:
-    """Returns counts and largest magnitudes of histograms, those of several steps added up.
+    """Returns counts by array and bin, and largest magnitudes by array, in float64.
 
-    Returns:
-      float64 arrays: counts per array and bin, and one magnitude per array.
+    Those of several steps are added up.
     """
     counts, largest = jax.device_get((histograms.counts, histograms.largest))
     # Counts are float32 on the device; sums of steps and shares need more.
@@ -31,15 +30,10 @@ def check_not_empty(counts: Any) -> None:
 
 
 def cumulative_counts(numbers: Any, largest: float) -> tuple[list[float], list[float]]:
-    """Returns points of the distribution of the finite magnitudes of an array.
+    """Returns points of the distribution of magnitudes, given how many are in each finite bin.
 
-    Args:
-      numbers: how many numbers are in each finite bin.
-      largest: the largest magnitude.
-
-    Returns:
-      Base-2 logarithms of magnitudes, and how many numbers are below each; the last point is the
-      largest magnitude, with all of them.
+    They are base-2 logarithms of magnitudes, and how many numbers are below each; the last point is
+    the largest magnitude, with all of them.
     """
     edges = [*np.log2(LOWER_EDGES[largest >= LOWER_EDGES]), np.log2(largest)]
     return edges, [*np.cumsum([0.0, *numbers])[: len(edges) - 1], float(numbers.sum())]

@@ -11,11 +11,7 @@ from jaxmp._program import compat
 
 
 def check_numbers(tree: PyTree, tool: str) -> None:
-    """Raises unless the arrays of a tree hold numbers.
-
-    Args:
-      tree: any tree; leaves that are not arrays pass.
-      tool: the name of the function, for the message.
+    """Raises unless the arrays of a tree hold numbers; other leaves pass.
 
     Raises:
       TypeError: under `jit`, and for shapes without numbers.

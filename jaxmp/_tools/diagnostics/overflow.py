@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-from typing import Literal
 
 from jaxmp._numerics.user_warnings import first_few
-
-Pass = Literal["forward", "backward", "recomputed", ""]
+from jaxmp._tools.inspect.rows import Direction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Overflow:
     operation: str
     line: str
     path: str
-    direction: Pass
+    direction: Direction
     turns: tuple[int, ...]
     operands: tuple[OverflowOperand, ...]
     dtype: str

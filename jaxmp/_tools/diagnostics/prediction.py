@@ -21,6 +21,7 @@ from jaxmp._tools.diagnostics.sensitivity_report import Errors, OperationSensiti
 from jaxmp._tools.diagnostics.smooth_comparisons import compares_numbers
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
 from jaxmp._tools.inspect.lines import direction, line_of, module_path, scopes_of
+from jaxmp._tools.inspect.rows import grouped
 
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
@@ -128,9 +129,7 @@ class Prediction:
     def errors_of(self, part: str | None = None, dtype: str | None = None) -> Errors:
         """Returns the errors that the roundings of a part make alone; those of all for None.
 
-        Args:
-          part: the name of the part.
-          dtype: the dtype that they round to; None for that of the rules.
+        They round to `dtype`; None for that of the rules.
         """
         column = 0 if dtype is None else 1 + self.dtypes.index(dtype)
         numbers = [i for i, kind in enumerate(self._kinds) if part in (None, *kind.parts)]
@@ -150,9 +149,7 @@ class Prediction:
         return tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True))
 
     def _numbers_by(self, label: Callable[[_RoundingKind], Any]) -> list[tuple[Any, list[int]]]:
-        numbers: dict[Any, list[int]] = {}
-        for i, kind in enumerate(self._kinds):
-            numbers.setdefault(label(kind), []).append(i)
+        numbers = grouped(range(len(self._kinds)), lambda i: label(self._kinds[i]))
         return list(numbers.items())
 
     def _variances(self, numbers: Sequence[int], column: int) -> Variances:
@@ -174,12 +171,7 @@ class Prediction:
 
 
 def relative_errors(results: Any, reference: Any) -> Errors:
-    """Returns the errors of loss, outputs and gradients.
-
-    Args:
-      results: the arrays of each, in lists.
-      reference: arrays like them, finite.
-    """
+    """Returns the errors of lists of arrays: those of loss, outputs and gradients."""
     errors = [_relative_error(*pair) for pair in zip(results, reference, strict=True)]
     loss, outputs, gradients = map(float, errors)
     return Errors(loss, outputs if reference[1] else None, gradients)

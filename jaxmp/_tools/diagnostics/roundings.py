@@ -59,13 +59,7 @@ class Roundings(Rerun):
     """
 
     def rounded(self, site: Site, exact: Any, low: Any) -> Any:
-        """Returns the numbers that go on from a rounding.
-
-        Args:
-          site: the operation whose result is rounded.
-          exact: its result in float32.
-          low: the numbers that the program rounds it to, in float32.
-        """
+        """Returns the numbers that go on from a rounding: the exact, the low ones, or others."""
         return exact
 
     def constant(self, value: Any) -> Any:
@@ -233,10 +227,6 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
 
     A low product rounds what it reads, whoever computed it, and a low operation rounds its result,
     whoever reads it. So a rounding vanishes only if its operation and all of these are high.
-
-    Args:
-      closed: the program.
-      owner_of: returns whose an operation is.
     """
     readers: dict[Place, set[Any]] = {}
 
@@ -263,12 +253,8 @@ def uncounted_in(
     """Returns the operations whose effect no derivative says, as `"net.py:12 (route): top_k"`.
 
     Kernels, solvers and loops without a known number of turns are among them; orders of numbers and
-    whole numbers, which a rounding moves by a jump; and complex numbers.
-
-    Args:
-      closed: the program.
-      demanded: for each result, whether it counts.
-      float32: whether float32 operations round too.
+    whole numbers, which a rounding moves by a jump; and complex numbers. `demanded` says for each
+    result whether it counts, `float32` whether float32 operations round too.
     """
     program = walk(closed)
     reads_rounded: set[Any] = set()

@@ -41,7 +41,6 @@ class ScopeValue(NamedTuple):
       shape: its shape in one turn of the loops around it.
       dtype: its dtype.
       turns: the lengths of the scans around it, outermost first.
-      in_branch: whether it is in a branch that may not have been taken; it is then zeros.
       order: its place in the program, to sort by; None where the number of a turn belongs.
     """
 
@@ -54,18 +53,11 @@ class ScopeValue(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     turns: tuple[int, ...]
-    in_branch: bool
     order: tuple[int | None, ...]
 
 
 class NotEntered(NamedTuple):
-    """An operation with programs inside of which nothing is caught.
-
-    Attributes:
-      operation: its name.
-      path: its scope.
-      line: the line of the user's code.
-    """
+    """An operation with programs inside of which nothing is caught: its name, scope and line."""
 
     operation: str
     path: str
@@ -94,7 +86,7 @@ class Capture:
     not_entered: tuple[NotEntered, ...]
 
 
-# Returns the names of the scope of an equation: `scope_of_module`, or what `scope_of_line` returns.
+# Returns the names of the scope of an equation: `scope_of_module`, or `scope_of_line`.
 ScopeOf = Callable[[Site], tuple[str, ...]]
 
 
@@ -104,9 +96,9 @@ def scope_of_module(site: Site) -> tuple[str, ...]:
     return tuple(path.split("/")) if path else ()
 
 
-def scope_of_line() -> ScopeOf:
-    """Returns a function that takes the line of the user's code for the scope of an equation."""
-    return lambda site: (line_of(site),)
+def scope_of_line(site: Site) -> tuple[str, ...]:
+    """Returns the line of the user's code as the scope of an equation."""
+    return (line_of(site),)
 
 
 def scope_values(
@@ -244,7 +236,6 @@ class _Catcher(Rerun):
             tuple(value.shape),
             value.dtype.name,
             tuple(wiring.known_turns for wiring in around if wiring.counted),
-            any(wiring.chooses for wiring in around),
             _order(key, around),
         )
 

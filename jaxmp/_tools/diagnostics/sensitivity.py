@@ -137,12 +137,6 @@ def sensitivity(
 class LossUnderRules:
     """Evaluates a loss under rules, and compares it with a reference.
 
-    Args:
-      loss_fn: the loss.
-      call: `(args, kwargs)`, of which the first argument is the params.
-      has_aux: whether it returns outputs with the loss.
-      reference: the rules of the reference.
-
     Attributes:
       program: the loss without rules.
       scale: the loss scale.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from jaxmp._policies.policy import Policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._tools.diagnostics.first_order import ErrorBar
-from jaxmp._tools.inspect.table_report import TableReport
+from jaxmp._tools.inspect.table_report import TableReport, plain
 
 Of = Literal["loss", "outputs", "gradients"]
 OF = ("loss", "outputs", "gradients")
@@ -237,21 +237,21 @@ class SensitivityReport(TableReport):
         return {
             "low": _name(self.low),
             "reference": short_name(self.reference),
-            "loss": dict(zip(ErrorBar._fields, map(_finite, self.loss), strict=True)),
-            "all_low": _plain(self.all_low),
-            "measured": self.measured and _plain(self.measured),
+            "loss": plain(self.loss),
+            "all_low": plain(self.all_low),
+            "measured": self.measured and plain(self.measured),
             "loss_scale": self.loss_scale,
             "uncounted": list(self.uncounted),
             "parts": [
                 {
                     "path": row.path,
-                    "alone": _plain(row.alone),
-                    "in_dtypes": {name: _plain(errors) for name, errors in row.in_dtypes.items()},
+                    "alone": plain(row.alone),
+                    "in_dtypes": {name: plain(errors) for name, errors in row.in_dtypes.items()},
                     "flops": row.flops,
                 }
                 for row in self.rows
             ],
-            "operations": [vars(row) | {"alone": _plain(row.alone)} for row in self.operations],
+            "operations": [vars(row) | {"alone": plain(row.alone)} for row in self.operations],
         }
 
     def __rich__(self) -> Any:
@@ -304,14 +304,6 @@ class SensitivityReport(TableReport):
 def _name(rules: PolicyRules) -> str:
     is_one = not rules.rules and rules.default is not None
     return str(rules).removeprefix("(default)").strip() if is_one else "the rules"
-
-
-def _plain(errors: Errors) -> dict[str, float | None]:
-    return dict(zip(OF, map(_finite, errors), strict=True))
-
-
-def _finite(error: float | None) -> float | None:
-    return None if error is None or not math.isfinite(error) else error
 
 
 def _in_percent(error: float | None) -> str:

@@ -38,7 +38,6 @@ class Transfer:
         the other kinds.
       bytes: the size of these elements.
       runs: how often the collective runs; loops of unknown length count once.
-      is_exact: whether no loop of unknown length encloses the collective.
       groups: the devices that communicate with each other, by position in the device assignment;
         `Exchange` says which ones where there are several TPU slices.
       between_slices: whether it goes from one TPU slice to another.
@@ -54,7 +53,6 @@ class Transfer:
     elements: int
     bytes: int
     runs: int
-    is_exact: bool
     groups: Groups
     between_slices: bool
     reducer: str
@@ -92,16 +90,13 @@ def read_program(text: str) -> CompiledProgram:
     """
     module = Module(text)
     reader = _TransferReader(module)
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            reader.read(instruction)
-    callers = {(i.computation, i.name): i for name in reader.homes for i in reader.around(name)}
-    loops = [i for i in callers.values() if i.opcode == "while"]
+    for instruction in module.instructions():
+        reader.read(instruction)
+    around = reader.around_collectives()
     # A callback sends to the host, and reaches no other device.
     sends = [
         instruction
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
+        for instruction in module.instructions()
         if instruction.opcode == "send" and "is_host_transfer=true" not in instruction.attributes
     ]
     # Few programs have codes, and a search of the text costs less than one of the dataflow.
@@ -110,8 +105,8 @@ def read_program(text: str) -> CompiledProgram:
         devices=module.devices,
         slices=reader.slices.count,
         transfers=tuple(reader.transfers),
-        unknown_loops=sum(reader.flow.trips(loop) is None for loop in loops),
-        conditionals=sum(i.opcode == "conditional" for i in callers.values()),
+        unknown_loops=sum(i.opcode == "while" and reader.flow.trips(i) is None for i in around),
+        conditionals=sum(i.opcode == "conditional" for i in around),
         sends=len(sends),
         float8=float8,
     )
@@ -138,7 +133,6 @@ class _TransferReader:
         if exchange is None or self._is_repeated(instruction):
             return
         self.homes[instruction.computation] = None
-        runs, is_exact = self.flow.runs(instruction.computation)
         # Compilers combine collectives, also of different meaning: a sum, and a lookup's zeros.
         by_key: dict[tuple[str, str, str], list[tuple[Array, HloValue | None]]] = {}
         for array, source in self._parts(instruction):
@@ -154,8 +148,7 @@ class _TransferReader:
                     arrays=len(arrays),
                     elements=exchange.factor * sum(array.elements for array in arrays),
                     bytes=exchange.factor * sum(array.bytes for array in arrays),
-                    runs=runs,
-                    is_exact=is_exact,
+                    runs=self.flow.runs(instruction.computation),
                     groups=exchange.groups,
                     between_slices=exchange.between_slices,
                     reducer=reducer,
@@ -297,16 +290,16 @@ class _TransferReader:
             fallback = fallback if fallback[0] else (candidate.op_name, ())
         return fallback
 
-    def around(self, computation: str) -> list[Instruction]:
-        """Returns all instructions that run a computation, directly or indirectly."""
-        instructions: dict[tuple[str, str], Instruction] = {}
-        stack = [computation]
+    def around_collectives(self) -> set[Instruction]:
+        """Returns all instructions that run collectives, directly or indirectly."""
+        found: set[Instruction] = set()
+        stack = list(self.homes)
         while stack:
             for caller in self.module.callers.get(stack.pop(), []):
-                if (caller.computation, caller.name) not in instructions:
-                    instructions[caller.computation, caller.name] = caller
+                if caller not in found:
+                    found.add(caller)
                     stack.append(caller.computation)
-        return list(instructions.values())
+        return found
 
 
 def _result(instruction: Instruction) -> Shape:

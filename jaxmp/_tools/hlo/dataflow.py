@@ -31,25 +31,12 @@ class HloValue(NamedTuple):
         return HloValue(self.instruction, element) if self.element is None else self
 
 
-class Runs(NamedTuple):
-    """The number of runs of a computation in one execution of the program.
-
-    Attributes:
-      times: the number of runs; every loop of unknown length counts once.
-      is_exact: whether no loop of unknown length encloses the computation.
-    """
-
-    times: int
-    is_exact: bool
-
-
 class Flow:
     """The dataflow of a program."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self._runs: dict[str, Runs] = {}
-        self._trips: dict[tuple[str, str], int | None] = {}
+        self._runs: dict[str, int] = {}
 
     def operand(self, instruction: Instruction, position: int = 0) -> HloValue | None:
         """Returns one operand of an instruction, or None if it is unknown."""
@@ -126,16 +113,15 @@ class Flow:
 
     def behind(self, value: HloValue) -> Iterator[HloValue]:
         """Yields a value, and then all values that it is computed from."""
-        keys: set[tuple[str, str, int | None]] = set()
+        seen: set[HloValue] = set()
         stack = [value]
-        while stack and len(keys) < _STEPS:
+        while stack and len(seen) < _STEPS:
             current = self.source(stack.pop())
-            instruction = current.instruction
-            key = (instruction.computation, instruction.name, current.element)
-            if key not in keys:
-                keys.add(key)
+            if current not in seen:
+                seen.add(current)
                 yield current
                 # The state of a loop is computed from all that goes into the loop.
+                instruction = current.instruction
                 operands = instruction.operands if instruction.opcode != "while" else ()
                 stack += [v for o in operands if (v := self._value(instruction, o))]
 
@@ -153,7 +139,7 @@ class Flow:
         except ValueError:  # a table: {0, 1}
             return None
 
-    def trip_count(self, loop: Instruction) -> int | None:
+    def trips(self, loop: Instruction) -> int | None:
         """Returns how often a while loop runs its body, or None if that is unknown."""
         if match := _TRIP_COUNT.search(loop.attributes):
             return int(match.group(1))
@@ -190,26 +176,17 @@ class Flow:
                     return number
         return None
 
-    def runs(self, computation: str) -> Runs:
-        """Returns how often a computation runs."""
+    def runs(self, computation: str) -> int:
+        """Returns how often a computation runs; loops of unknown length count once."""
         if computation not in self._runs:
-            self._runs[computation] = Runs(1, True)  # ends the recursion if it calls itself
-            total, exact = 0, True
-            for caller in self.module.callers.get(computation, []):
-                times, is_exact = self.runs(caller.computation)
-                trips = self.trips(caller) if caller.opcode == "while" else 1
-                total += times * (1 if trips is None else trips)
-                exact = exact and is_exact and trips is not None
-            if self.module.callers.get(computation):
-                self._runs[computation] = Runs(total, exact)
+            self._runs[computation] = 1  # ends the recursion if it calls itself
+            if callers := self.module.callers.get(computation):
+                self._runs[computation] = sum(map(self._runs_of_caller, callers))
         return self._runs[computation]
 
-    def trips(self, loop: Instruction) -> int | None:
-        """Returns the cached `trip_count` of a loop."""
-        key = (loop.computation, loop.name)
-        if key not in self._trips:
-            self._trips[key] = self.trip_count(loop)
-        return self._trips[key]
+    def _runs_of_caller(self, caller: Instruction) -> int:
+        trips = self.trips(caller) if caller.opcode == "while" else 1
+        return self.runs(caller.computation) * (1 if trips is None else trips)
 
 
 def _attribute(instruction: Instruction, name: str) -> str:

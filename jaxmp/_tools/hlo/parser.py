@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/ in long tuples
@@ -114,10 +115,7 @@ class Computation(NamedTuple):
 
 
 class Module:
-    """A program.
-
-    Args:
-      text: the program as the compiler prints it.
+    """A program, from its text as the compiler prints it.
 
     Attributes:
       devices: how many devices the program runs on: replicas of so many partitions each.
@@ -132,14 +130,13 @@ class Module:
         self.callers: dict[str, list[Instruction]] = {}
         self._tables: dict[str, dict[int, str]] = {}
         self._read(text)
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                # Most lines call nothing: a search of the text is faster than to split it.
-                may_call = "=%" in instruction.text or "_computations={" in instruction.text
-                # The end of an asynchronous call names the same computation as its start.
-                if may_call and not instruction.opcode.endswith(("-done", "-update")):
-                    for name in instruction.called:
-                        self.callers.setdefault(name, []).append(instruction)
+        for instruction in self.instructions():
+            # Most lines call nothing: a search of the text is faster than to split it.
+            may_call = "=%" in instruction.text or "_computations={" in instruction.text
+            # The end of an asynchronous call names the same computation as its start.
+            if may_call and not instruction.opcode.endswith(("-done", "-update")):
+                for name in instruction.called:
+                    self.callers.setdefault(name, []).append(instruction)
 
     def _read(self, text: str) -> None:
         current: Computation | None = None
@@ -164,6 +161,11 @@ class Module:
                 table = self._tables.setdefault(line, {})
             elif match := _NUMBERED.match(line):
                 table[int(match.group(1))] = match.group(2)
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Yields the instructions of all computations, in the order of the text."""
+        for computation in self.computations.values():
+            yield from computation.instructions.values()
 
     def find(self, computation: str, name: str) -> Instruction | None:
         """Finds an instruction by its name, which is unique within its computation."""

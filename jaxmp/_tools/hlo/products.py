@@ -47,25 +47,24 @@ class HloCodeProduct(NamedTuple):
 
 def code_products(flow: Flow) -> Iterator[HloCodeProduct]:
     """Yields the 8-bit products of a program, in the order of its text."""
-    for computation in flow.module.computations.values():
-        for instruction in computation.instructions.values():
-            match = _TARGET.search(instruction.structure)
-            target = match.group(1) if match and instruction.opcode == "custom-call" else ""
-            if instruction.opcode not in _PRODUCTS and not _LIBRARY_PRODUCT.search(target):
-                continue
-            values = [flow.operand(instruction, i) for i in range(2)]
-            dtypes = [_dtype(value) for value in values]
-            narrowest = [_narrowest(flow, value, _FACTORS) for value in values]
-            if not any(map(code_kind, narrowest)):
-                continue
-            yield HloCodeProduct(
-                operands=(narrowest[0], narrowest[1]),
-                result=_first_dtype(read_shape(instruction.shape)),
-                ran=_execution(flow, instruction, target, dtypes),
-                runs=flow.runs(instruction.computation).times,
-                op_name=instruction.op_name,
-                frames=tuple(flow.module.frames(instruction)),
-            )
+    for instruction in flow.module.instructions():
+        match = _TARGET.search(instruction.structure)
+        target = match.group(1) if match and instruction.opcode == "custom-call" else ""
+        if instruction.opcode not in _PRODUCTS and not _LIBRARY_PRODUCT.search(target):
+            continue
+        values = [flow.operand(instruction, i) for i in range(2)]
+        dtypes = [_dtype(value) for value in values]
+        narrowest = [_narrowest(flow, value, _FACTORS) for value in values]
+        if not any(map(code_kind, narrowest)):
+            continue
+        yield HloCodeProduct(
+            operands=(narrowest[0], narrowest[1]),
+            result=_first_dtype(read_shape(instruction.shape)),
+            ran=_execution(flow, instruction, target, dtypes),
+            runs=flow.runs(instruction.computation),
+            op_name=instruction.op_name,
+            frames=tuple(flow.module.frames(instruction)),
+        )
 
 
 def _execution(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -> str:

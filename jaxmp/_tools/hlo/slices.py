@@ -49,9 +49,6 @@ class Exchange(NamedTuple):
 class Slices:
     """The slices of a program.
 
-    Args:
-      module: the program.
-
     Attributes:
       count: how many slices communicate; 1 without any communication between slices.
 
@@ -61,13 +58,11 @@ class Slices:
 
     def __init__(self, module: Module) -> None:
         self._devices = module.devices
-        sends = [
-            instruction
-            for computation in module.computations.values()
-            for instruction in computation.instructions.values()
+        self._ids = {
+            instruction: _target_ids(instruction.structure)
+            for instruction in module.instructions()
             if instruction.opcode == "send" and _HANDLER in instruction.structure
-        ]
-        self._ids = {_key(send): _target_ids(send.structure) for send in sends}
+        }
         numbers = {i // _SLICE for ids in self._ids.values() for group in ids for i in group}
         # Compilers count slices from 1. The smallest number may be larger, as a permute may go
         # between later slices alone.
@@ -80,7 +75,7 @@ class Slices:
         Raises:
           ValueError: if the kind of collective is unknown.
         """
-        ids = self._ids.get(_key(instruction))
+        ids = self._ids.get(instruction)
         if ids is None:
             return None
         kind = _megascale(instruction.structure, "transfer_type")
@@ -96,10 +91,6 @@ class Slices:
         # A send shows its operand, and a gather is measured by its result.
         factor = len(groups[0]) if kind == "ALL_GATHER" else 1
         return Exchange(_KINDS[kind], reducer, groups, factor, between_slices=True)
-
-
-def _key(instruction: Instruction) -> tuple[str, str]:
-    return instruction.computation, instruction.name
 
 
 def _megascale(structure: str, name: str) -> str:

@@ -13,7 +13,7 @@ from jaxmp._program.op_classes import CHECKPOINTS
 from jaxmp._tools.inspect.checks import AuditError
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective
 from jaxmp._tools.inspect.collectives import collectives
-from jaxmp._tools.inspect.compiled import closed_over
+from jaxmp._tools.inspect.compiled import closed_over, is_array
 from jaxmp._tools.inspect.equations import walk
 from jaxmp._tools.inspect.lock import numerics_rows
 from jaxmp._tools.inspect.reduced import assert_reduced_in
@@ -32,6 +32,7 @@ from jaxmp._tools.inspect.rows import (
     Residual,
     Unseen,
     Upcast,
+    grouped,
 )
 from jaxmp._tools.inspect.summarize import Tally
 from jaxmp._tools.inspect.unseen import hiding, unseen_in
@@ -212,14 +213,10 @@ def _named_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
 def _array_rows(role: Literal["argument", "result"], name: str, value: Any) -> Iterator[Arrays]:
     # Two levels: `state`, and `state.params` and `state.opt_state` of a train state.
     for field, part in _with_fields(name, value, depth=2):
-        groups: dict[str, list[Any]] = {}
-        for leaf in jax.tree.leaves(part):
-            if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-                groups.setdefault(str(_dtype_in_jax(leaf)), []).append(leaf)
-        for dtype, leaves in groups.items():
-            elements = sum(leaf.size for leaf in leaves)
-            size = sum(leaf.size * _dtype_in_jax(leaf).itemsize for leaf in leaves)
-            yield Arrays(role, field, dtype, len(leaves), int(elements), int(size))
+        arrays = filter(is_array, jax.tree.leaves(part))
+        for dtype, leaves in grouped(arrays, _dtype_in_jax).items():
+            elements = int(sum(leaf.size for leaf in leaves))
+            yield Arrays(role, field, str(dtype), len(leaves), elements, elements * dtype.itemsize)
 
 
 def _dtype_in_jax(leaf: Any) -> Any:

@@ -8,14 +8,7 @@ from jaxmp._program.compat import bodies_of
 
 
 class Choice(NamedTuple):
-    """One branch of a conditional.
-
-    Attributes:
-      conditional: the number of the conditional.
-      branch: the index of the branch.
-      of: how many branches the conditional has.
-      name: the branch in words.
-    """
+    """One branch of a numbered conditional, which has `of` branches; its index, and its name."""
 
     conditional: int
     branch: int

@@ -129,11 +129,11 @@ def _share_errors(report: Any, names: list[str], least: float) -> list[str]:
     ]
     where = " where these branches run" if any(row.branch for row in others) else ""
     # The share is too small, so it is never printed as 100 %.
-    return [
+    return by_line(
         f"products: {min(100 * share, 99.9):.1f} % of their FLOPs have operands in {choices}"
         f"{where}, wanted at least {100 * least:.1f} %. The others:",
-        *by_line(offenders),
-    ]
+        offenders,
+    )
 
 
 def _precision_errors(report: Any, precision: Any) -> list[str]:
@@ -149,22 +149,20 @@ def _precision_errors(report: Any, precision: Any) -> list[str]:
     if not products:
         return [f"precision: the program has no float32 product, so none that asks for {least}."]
     rank = meaning_of(least).rank
-    inexact = [row for row in products if meaning_of(row.precision).rank < rank]
-    if not inexact:
-        return []
     offenders = [
         (
             row,
             f"{100 * row.share:.1f} %",
             " x ".join(row.operands) + f", {row.precision}: {row.tpu} on a TPU, {row.gpu} on a GPU",
         )
-        for row in inexact
+        for row in products
+        if meaning_of(row.precision).rank < rank
     ]
-    return [
+    return by_line(
         f"precision: float32 products should ask for {least}, these ask for less. A float32 policy "
         f"or rule, jaxmp.full_precision around them, or precision={least!r} in them does it:",
-        *by_line(offenders),
-    ]
+        offenders,
+    )
 
 
 def _upcast_errors(report: Any, limit: int) -> list[str]:
@@ -176,10 +174,7 @@ def _upcast_errors(report: Any, limit: int) -> list[str]:
         (row, f"{100 * row.share:.1f} % of the FLOPs", f"{row.source} -> {row.target}")
         for row in upcasts
     ]
-    return [
-        f"upcasts: {len(upcasts)} make products wide, allowed are {limit}:",
-        *by_line(offenders),
-    ]
+    return by_line(f"upcasts: {len(upcasts)} make products wide, allowed are {limit}:", offenders)
 
 
 def _residual_errors(report: Any, limit: int) -> list[str]:
@@ -192,10 +187,10 @@ def _residual_errors(report: Any, limit: int) -> list[str]:
     ]
     copies = report.param_copy_bytes
     which = f", {copies:,} of them copies of params" if copies else ""
-    return [
+    return by_line(
         f"residual_bytes: {total:,} are kept for the backward pass{which}, allowed are {limit:,}:",
-        *by_line(offenders),
-    ]
+        offenders,
+    )
 
 
 def _activation_errors(report: Any, limits: Any) -> list[str]:
@@ -216,11 +211,11 @@ def _activation_errors(report: Any, limits: Any) -> list[str]:
                 for row in report.residuals
                 if (row.dtype, row.kind) == (dtype, "activations")
             ]
-            problems += [
+            problems += by_line(
                 f"kept: {size:,} bytes of {dtype} are kept for the backward pass, allowed are "
                 f"{limit:,}:",
-                *by_line(rows),
-            ]
+                rows,
+            )
     return problems
 
 
@@ -234,30 +229,26 @@ def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
     # A check that passes says that every product has the dtype, and here it does not know.
     # The products of loops are seen; only how often they run is not. See `_loop_errors`.
     rows = [row for row in _not_allowed(report, allowed) if row.name != "while"]
-    if not rows:
-        return []
     names = tuple(dict.fromkeys(row.name for row in rows))
-    return [
+    return by_line(
         "unseen: what these multiply is not counted, and its dtype is not known. If that is fine, "
         f"name them: allow_unseen={names}.",
-        *by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in rows),
-    ]
+        ((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in rows),
+    )
 
 
 def _loop_errors(
     report: Any, names: list[str], least: float, allowed: Collection[str]
 ) -> list[str]:
     """Reports loops of unknown length that the share depends on."""
-    loops = [
-        row
-        for row in _not_allowed(report, allowed)
-        if row.name == "while" and not are_among(row.dtypes, names)
-    ]
     # If the share must be 1, it does not matter how often loops run.
-    if least == 1 or not loops:
-        return []
-    return [
+    loops = [
+        (row, str(row.count), f"while of {', '.join(row.dtypes)}")
+        for row in _not_allowed(report, allowed)
+        if least < 1 and row.name == "while" and not are_among(row.dtypes, names)
+    ]
+    return by_line(
         "unseen: how often these loops run is not known, so the share is not known either. If it "
         "is fine to count each loop once: allow_unseen='while'.",
-        *by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in loops),
-    ]
+        loops,
+    )

@@ -13,6 +13,7 @@ from jaxmp._tools.hlo.replica_groups import Groups
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
 from jaxmp._tools.inspect.compiled import Source, source_of
 from jaxmp._tools.inspect.lines import direction, line_of_frames, path_of_operation
+from jaxmp._tools.inspect.rows import grouped
 
 
 def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collectives:
@@ -184,7 +185,7 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
         between_slices=transfer.between_slices,
         line=line_of_frames(transfer.frames),
         path=path_of_operation(transfer.op_name),
-        direction=direction(transfer.op_name),  # type: ignore[arg-type]
+        direction=direction(transfer.op_name),
         op_name=transfer.op_name,
         arrays=transfer.arrays,
         elements=transfer.elements,
@@ -196,25 +197,16 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
 
 
 def _product_rows(products: Iterable[HloCodeProduct]) -> tuple[CompiledProduct, ...]:
-    groups: dict[Any, list[HloCodeProduct]] = {}
-    for product in products:
+    def key(product: HloCodeProduct) -> tuple[Any, ...]:
         name = product.op_name
         where = line_of_frames(product.frames), path_of_operation(name), direction(name)
-        key = product.operands, product.result, product.ran, where
-        groups.setdefault(key, []).append(product)
-    return tuple(
-        CompiledProduct(
-            operands=operands,
-            result=result,
-            ran=ran,
-            line=line,
-            path=path,
-            direction=direction_name,
-            count=len(group),
-            runs=sum(product.runs for product in group),
-        )
-        for (operands, result, ran, (line, path, direction_name)), group in groups.items()
-    )
+        return product.operands, product.result, product.ran, *where
+
+    rows = [
+        (*shared, len(group), sum(product.runs for product in group))
+        for shared, group in grouped(products, key).items()
+    ]
+    return tuple(CompiledProduct(*row) for row in rows)
 
 
 def _unseen_parts(source: Source, hlo: CompiledProgram) -> tuple[str, ...]:

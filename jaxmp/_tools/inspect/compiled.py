@@ -30,15 +30,7 @@ class Source(NamedTuple):
 
 
 def source_of(program: Any, args: Any, kwargs: Any) -> Source:
-    """Returns the text of a program; compiles it if necessary.
-
-    Args:
-      program: a function, the result of `lower` or `compile` of a jitted one, or the text itself.
-      args: the arguments of a function.
-      kwargs: its keyword arguments.
-
-    Returns:
-      The text, its origin and its meshes.
+    """Returns the text of a program, which may be in any form that `collectives` takes.
 
     Raises:
       TypeError: if `program` is none of these.
@@ -83,12 +75,7 @@ def source_of(program: Any, args: Any, kwargs: Any) -> Source:
 
 
 def closed_over(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Closes a function over its non-array arguments.
-
-    Args:
-      fn: a function.
-      args: its arguments.
-      kwargs: its keyword arguments.
+    """Closes a function over its arguments that are not arrays.
 
     Returns:
       The list of all leaves of the arguments, with None for those that are not arrays; and a

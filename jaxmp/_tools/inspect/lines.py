@@ -7,6 +7,7 @@ from jaxmp._program.scopes import names_in, without_reason
 from jaxmp._program.source_lines import innermost_lines, line_text, owner_of_file
 from jaxmp._tools.hlo.parser import Frame
 from jaxmp._tools.inspect.equations import Site
+from jaxmp._tools.inspect.rows import Direction
 
 # A line for equations without a traceback, such as those that JAX adds under `vmap`.
 UNKNOWN = "(unknown)"
@@ -17,13 +18,8 @@ _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|
 def line_of(site: Site) -> str:
     """Returns the line of an equation as `"file.py:12 (function)"`.
 
-    Args:
-      site: an equation.
-
-    Returns:
-      The innermost line in the user's code, of the equation itself or else of an enclosing
-      equation. If there is none, as for an optimizer that is audited alone, the line in the
-      library.
+    It is the innermost one in the user's code, of the equation itself or else of an enclosing
+    equation. If there is none, as for an optimizer that is audited alone, it is in the library.
     """
     # The body of a function that JAX jits and caches, such as `jnp.var`, has the traceback of its
     # first caller. The enclosing equation has the line of this one.
@@ -58,12 +54,10 @@ def module_path(scopes: str) -> str:
     return "/".join(name for name in names_in(scopes) if not name.startswith("jaxmp."))
 
 
-def direction(scopes: str) -> str:
+def direction(scopes: str) -> Direction:
     """Returns the pass that an equation belongs to, according to its scopes.
 
-    Returns:
-      `"forward"`, `"backward"`, `"recomputed"` (forward operations repeated in the backward pass),
-      or `""` outside of both, as in an optimizer or in a program without gradients.
+    It is `""` outside of all, as in an optimizer or in a program without gradients.
 
     >>> direction("transpose(jvp(LM))/Block_0/q"), direction("LM/Block_0/q")
     ('backward', '')

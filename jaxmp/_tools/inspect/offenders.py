@@ -9,8 +9,11 @@ from jaxmp._numerics.dtypes import code_kind
 _MOST_LINES = 10
 
 
-def by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
-    """Formats offenders as error lines; each has its row, the amount and a description."""
+def by_line(problem: str, offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
+    """Formats a problem and its offenders as error lines; nothing if there are none.
+
+    Each offender has its row, the amount and a description.
+    """
     rows = list(offenders)
     lines = []
     for row, amount, description in rows[:_MOST_LINES]:
@@ -18,7 +21,7 @@ def by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
         places = [row.line, *(getattr(row, name, "") for name in ("path", "direction", "branch"))]
         lines.append(f"  {amount}  {description}  at {', '.join(filter(None, places))}")
     more = len(rows) - len(lines)
-    return lines + ([f"  and {more} more"] if more else [])
+    return [problem, *lines, *[f"  and {more} more"] * bool(more)] if rows else []
 
 
 def reason_text(row: Any, names: list[str]) -> str:
@@ -36,9 +39,7 @@ def reason_text(row: Any, names: list[str]) -> str:
 def compiled_code_errors(report: Any, fusions: bool) -> list[str]:
     """Returns error lines about products of the compiled program that are not in 8 bits.
 
-    Args:
-      report: the report of an audit.
-      fusions: whether fusions pass, whose kernels may widen their operands.
+    With `fusions`, fusions pass, whose kernels may widen their operands.
     """
     if report.compiled is None:
         return []
@@ -48,20 +49,15 @@ def compiled_code_errors(report: Any, fusions: bool) -> list[str]:
         return [f"products: the {report.compiled.origin} has none with 8-bit operands."]
     widened = [row for row in rows if row.ran.startswith("widened")]
     hidden = [row for row in rows if row.ran == "not known" and not fusions]
-    problems = []
-    if widened:
-        problems = [
-            "products: the compiler widened 8-bit operands of these:",
-            *by_line((row, row.ran, operands_and_result(row)) for row in widened),
-        ]
-    if hidden:
-        problems += [
-            "unseen: whether the kernels of these fusions multiply 8 bits is not known. If that is "
-            "fine: allow_unseen='fusion'. On an NVIDIA GPU, compile with "
-            "xla_gpu_enable_triton_gemm=False to have calls of cuBLAS, which say it.",
-            *by_line((row, str(row.count), operands_and_result(row)) for row in hidden),
-        ]
-    return problems
+    return by_line(
+        "products: the compiler widened 8-bit operands of these:",
+        ((row, row.ran, operands_and_result(row)) for row in widened),
+    ) + by_line(
+        "unseen: whether the kernels of these fusions multiply 8 bits is not known. If that is "
+        "fine: allow_unseen='fusion'. On an NVIDIA GPU, compile with "
+        "xla_gpu_enable_triton_gemm=False to have calls of cuBLAS, which say it.",
+        ((row, str(row.count), operands_and_result(row)) for row in hidden),
+    )
 
 
 def operands_and_result(row: Any) -> str:

@@ -116,16 +116,7 @@ def _matches_any(row: Any, patterns: Collection[str]) -> bool:
 
 
 def _narrow_sums(report: Any, name: str, over: str) -> list[str]:
-    """Returns error lines about narrow or missing sums over devices in a compiled program.
-
-    Args:
-      report: the `Collectives` to check.
-      name: the narrowest dtype that is fine.
-      over: the devices or mesh axes of the sums, in words.
-
-    Returns:
-      The lines; empty if all sums are fine.
-    """
+    """Returns error lines about sums narrower than a dtype, or missing, in some `Collectives`."""
     if missing := _missing_sums(report, over):
         return missing
     offenders = []
@@ -135,9 +126,7 @@ def _narrow_sums(report: Any, name: str, over: str) -> list[str]:
         if row.size // max(1, row.elements) // parts < np.dtype(name).itemsize:
             devices = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
             offenders.append((row, f"{row.bytes:,} bytes", f"{row.dtype}  {row.kind} {devices}"))
-    if not offenders:
-        return []
-    return [f"sums over {over} should carry {name} or wider, these do not:", *by_line(offenders)]
+    return by_line(f"sums over {over} should carry {name} or wider, these do not:", offenders)
 
 
 def _missing_sums(report: Any, over: str) -> list[str]:

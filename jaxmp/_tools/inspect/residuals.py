@@ -39,18 +39,11 @@ def check_loss(result: Any, first: Any) -> None:
 def residuals(
     loss: Callable[..., Any], first: Any, others: Any, has_aux: bool, recomputes: bool
 ) -> tuple[tuple[Residual, ...], Program | None]:
-    """Lists the arrays kept for the backward pass, by dtype and by the line that computed them.
-
-    Args:
-      loss: `loss(first, others)`.
-      first: the argument whose floats to differentiate with respect to.
-      others: the other arguments.
-      has_aux: whether the function returns `(loss, aux)`.
-      recomputes: whether the function has checkpoints.
+    """Lists the arrays that `loss(first, others)` keeps for a backward pass by floats of `first`.
 
     Returns:
-      The rows, largest first, without arguments and constants: these are in memory anyway. And
-      the program of both passes; None if the function has no checkpoints.
+      The rows by dtype and line, largest first, without arguments and constants, which are in
+      memory anyway. And the program of both passes; None without checkpoints (`recomputes`).
 
     Raises:
       NoLoss: if the function cannot be differentiated.
@@ -93,12 +86,9 @@ def _applied(value: Any, backward: Any) -> Any:
 
 
 def _residual_rows(program: Program, params: int, are_read: Sequence[bool]) -> tuple[Residual, ...]:
-    """Returns the rows of a walked forward pass whose first arguments are the params.
+    """Returns the rows of a forward pass, which returns all arrays that it hands on.
 
-    Args:
-      program: it returns a value, and all arrays that it hands on.
-      params: how many of its arguments are params.
-      are_read: which of its results the backward pass reads.
+    Its first arguments are the params, and the backward pass reads some of its results.
     """
     producers = _producers(program)
     arguments = {*program.inputs, *(number for number, _ in program.consts)}

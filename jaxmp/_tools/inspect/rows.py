@@ -1,13 +1,25 @@
 """The records of a report: one small dataclass for each row of its tables."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Literal, TypeVar
 
 from jaxmp._numerics.precision import meaning_of
 from jaxmp._tools.inspect.branches import Choice
 
 # `""` outside of a gradient: a program that differentiates nothing has no passes.
 Direction = Literal["forward", "backward", "recomputed", ""]
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], _Key]) -> dict[_Key, list[Any]]:
+    """Returns the items of each row of a table, by what they have in common."""
+    groups: dict[_Key, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
 
 # Rows are frozen and hold plain values: tests compare reports, and `as_dict` writes them as JSON.
 

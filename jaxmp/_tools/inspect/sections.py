@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Group
 
+from jaxmp._tools.inspect.rows import grouped
 from jaxmp._tools.inspect.tables import Section, bullets, bytes_text, drawn, flops_text
 
 # A column: its title, in which `>` marks numbers, and the text of its cell in a row.
@@ -98,15 +99,7 @@ def _sections(report: Any) -> Iterator[Section]:
 
 
 def tables(report: Any, with_all_rows: bool = False) -> Group:
-    """Returns all tables of a report, except empty ones.
-
-    Args:
-      report: an `AuditReport`.
-      with_all_rows: whether tables have all rows, and not only the first.
-
-    Returns:
-      A renderable for rich.
-    """
+    """Returns the tables of an `AuditReport` for rich, except empty ones; a few rows, or all."""
     # A page has room for all rows, a terminal has not.
     parts: list[Any] = [
         drawn(section._replace(most=len(section.rows)) if with_all_rows else section)
@@ -120,14 +113,7 @@ def tables(report: Any, with_all_rows: bool = False) -> Group:
 
 
 def compiled_tables(report: Any) -> Group:
-    """Returns the tables of the collectives of a compiled program for a terminal.
-
-    Args:
-      report: `Collectives`.
-
-    Returns:
-      A renderable for rich.
-    """
+    """Returns the tables of `Collectives` for rich."""
     parts: list[Any] = [drawn(section) for section in compiled_sections(report) if section.rows]
     if not report.rows:
         parts.append(f"No collectives in the {report.origin}.")
@@ -142,10 +128,10 @@ def compiled_sections(report: Any) -> tuple[Section, ...]:
     columns = (_PLACE, _OPERANDS, _RESULT, ("runs in", lambda row: row.ran), *_COUNTS)
     products = _table(title, report.float8_products, *columns)
     # A model has hundreds of collectives, of a few kinds; by line only the narrow sums matter.
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for row in report.rows:
-        key = (_kind(row), row.reducer, row.dtype, _AXES[1](row), str(row.group_size))
-        groups.setdefault(key, []).append(row)
+    groups = grouped(
+        report.rows,
+        lambda row: (_kind(row), row.reducer, row.dtype, _AXES[1](row), str(row.group_size)),
+    )
     rows = [
         (
             *key,

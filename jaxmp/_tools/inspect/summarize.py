@@ -3,8 +3,8 @@
 import collections
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from jaxmp._numerics.dtypes import code_kind, nbytes_of
 from jaxmp._numerics.precision import name_of_param
@@ -26,10 +26,9 @@ from jaxmp._tools.inspect.rows import (
     Unseen,
     Upcast,
     Work,
+    grouped,
 )
 from jaxmp._tools.inspect.upcasts import is_narrow_aval, is_wide, mark_upcasts, widens_inside
-
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 class Where(NamedTuple):
@@ -68,13 +67,13 @@ class Tally:
         """Returns products by dtypes and precision, most FLOPs first."""
         rows = [
             Product(**kind._asdict(), **_counts(sites), **self._flops(sites))
-            for kind, sites in _grouped(self._products(), self._product_key).items()
+            for kind, sites in grouped(self._products(), self._product_key).items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
     def product_lines(self) -> tuple[ProductLine, ...]:
         """Returns products by dtypes, precision and line, most FLOPs first."""
-        groups = _grouped(
+        groups = grouped(
             self._products(),
             lambda site: (self._product_key(site), self.where(site), _why_not_float8(site)),
         )
@@ -107,7 +106,7 @@ class Tally:
                 **self._flops(sites),
                 branch=branch_text(sites),
             )
-            for (reason, line, path), sites in _grouped(self._products(), key).items()
+            for (reason, line, path), sites in grouped(self._products(), key).items()
             if reason  # both passes are one row: a layer is left out as a whole
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
@@ -137,7 +136,7 @@ class Tally:
             return self.where(site), kind, narrow, _dtype_of(site.out_avals[0])
 
         rows: list[tuple[tuple[int, int, int], Upcast]] = []
-        for (where, kind, source, target), sites in _grouped(sources, key).items():
+        for (where, kind, source, target), sites in grouped(sources, key).items():
             bits = sum(site.bit for site in sites)
             upcast = Upcast(
                 **where._asdict(),
@@ -175,7 +174,7 @@ class Tally:
                 bytes=sum(_bytes(s.out_avals[:1]) * s.runs for s in sites),
                 amax_bytes=sum(_bytes(s.in_avals) * s.runs for s in sites if s.name in ENCODES),
             )
-            for dtypes, sites in _grouped(casts, key).items()
+            for dtypes, sites in grouped(casts, key).items()
             if dtypes[0] != dtypes[1]  # such a cast only makes a weak type strong
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
@@ -193,7 +192,7 @@ class Tally:
             axes = tuple(str(name) for name in names if not isinstance(name, int))
             if not axes:
                 continue
-            for dtype, avals in _grouped(site.in_avals, _dtype_of).items():
+            for dtype, avals in grouped(site.in_avals, _dtype_of).items():
                 key = (site.name, axes, dtype), self.where(site)
                 groups[key].append((site, _bytes(avals)))
         rows = [
@@ -212,7 +211,7 @@ class Tally:
 
     def equations(self) -> tuple[Equations, ...]:
         """Returns the numbers of equations by primitive, most frequent first."""
-        groups = _grouped(self.sites, lambda site: site.name)
+        groups = grouped(self.sites, lambda site: site.name)
         rows = [Equations(name, **_counts(sites)) for name, sites in groups.items()]
         return tuple(sorted(rows, key=lambda row: (-row.count, row.primitive)))
 
@@ -223,7 +222,7 @@ class Tally:
             for site in self.sites
             if not site.bodies and _operations(site) and self.where(site).direction == "recomputed"
         ]
-        groups = _grouped(sites, lambda site: (self.where(site).line, self.where(site).path))
+        groups = grouped(sites, lambda site: (self.where(site).line, self.where(site).path))
         rows = [
             Recomputed(
                 *place,
@@ -237,7 +236,7 @@ class Tally:
 
     def work(self) -> tuple[Work, ...]:
         """Returns the FLOPs of products by dtypes and branches."""
-        groups = _grouped(self._products(), lambda site: (_product_dtypes(site)[0], site.branches))
+        groups = grouped(self._products(), lambda site: (_product_dtypes(site)[0], site.branches))
         return tuple(
             Work(operands, sum(site.flops * site.runs for site in sites), branches)
             for (operands, branches), sites in groups.items()
@@ -255,7 +254,7 @@ class Tally:
 
         return tuple(
             Unseen(name, dtypes, **where._asdict(), count=len(group), branch=branch_text(group))
-            for (name, dtypes, where), group in _grouped(sites, key).items()
+            for (name, dtypes, where), group in grouped(sites, key).items()
         )
 
     def where(self, site: Site) -> Where:
@@ -348,10 +347,3 @@ def _bytes(avals: Iterable[Any]) -> int:
 
 def _counts(sites: list[Site]) -> dict[str, Any]:
     return {"count": len(sites), "runs": sum(site.runs for site in sites)}
-
-
-def _grouped(items: Iterable[Any], key: Callable[[Any], _Key]) -> dict[_Key, list[Any]]:
-    groups: dict[_Key, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups

@@ -11,12 +11,7 @@ from rich.text import Text
 
 
 def as_text(renderable: Any, console: Console | None = None) -> str:
-    """Returns what rich would draw, as text.
-
-    Args:
-      renderable: a table, or anything else that rich draws.
-      console: its width and colors; by default 120 columns without colors.
-    """
+    """Returns what rich would draw on a console; by default of 120 columns without colors."""
     # Else rich draws on the page of a notebook instead, and the text is empty.
     console = console or Console(
         file=io.StringIO(), width=120, color_system=None, force_jupyter=False

@@ -80,10 +80,7 @@ def _hides(site: Site) -> bool:
 
 
 def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:
-    """Returns sentences about what the report leaves out.
-
-    If `is_compiled`, the report has the collectives of the partitioner too.
-    """
+    """Returns sentences about what a report leaves out, which may have a compiled program too."""
     sites = list(sites)
     counts = collections.Counter(site.name for site in sites)
     sentences = []

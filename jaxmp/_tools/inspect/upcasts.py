@@ -17,10 +17,7 @@ def mark_upcasts(program: Program) -> list[Site]:
 
     A value is wide if it is a float of 32 bits or more, or complex. It comes from an upcast if it
     was computed from the upcast's result through wide values only: a cast to 16 bits ends the
-    trail.
-
-    Args:
-      program: a whole one, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
+    trail. Fills in `bit` and `fed_by` of the sites of a walked program.
 
     Returns:
       The equations that may be upcasts: the first has bit 1, the second 2, and so on.

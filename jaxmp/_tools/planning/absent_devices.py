@@ -236,16 +236,9 @@ _ADVICE = {
 
 
 def compile_for(device: Device, step: Any, args: Sequence[Any]) -> Any:
-    """Compiles a step for a device, or for as many devices as its arguments are sharded over.
+    """Compiles a jitted step for a device, or for as many as its arguments are sharded over.
 
-    Args:
-      device: the kind of device.
-      step: a jitted function.
-      args: its arguments: arrays, or abstract ones. Their shardings are kept, on a mesh of the same
-        shape.
-
-    Returns:
-      What `step.lower(...).compile()` returns.
+    Arguments may be abstract. Their shardings are kept, on a mesh of the same shape.
 
     Raises:
       NoCompiler: if there is none for the device, or not installed.

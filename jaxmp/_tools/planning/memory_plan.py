@@ -19,7 +19,7 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._tools.inspect.api import audit
 from jaxmp._tools.planning.absent_devices import DoesNotFit, NoCompiler, compile_for
 from jaxmp._tools.planning.devices import Device, device_at_hand, find_device, is_of_kind
-from jaxmp._tools.planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
+from jaxmp._tools.planning.memory_rows import MEANING, OF_A_STEP, MemoryPlan, MemoryRow
 from jaxmp._tools.planning.planned_step import (
     Placement,
     PlannedStep,
@@ -122,7 +122,7 @@ def memory_plan(
     rows, gradients = _persistent_rows(state), {"gradients": gradient_bytes}
     facts = _plan_facts(size, placement.devices, tx, target)
     if loss_fn is None:
-        rows += _rows(gradients, OF_A_STEP)
+        rows += _rows(gradients)
         return MemoryPlan(**facts, rows=tuple(rows), limits=(_NO_STEP,))
     # The real step, as make_train_step makes it: a model of its memory would be another program.
     program = planned_step(loss_fn, state, batch, placement, step_options)
@@ -133,14 +133,14 @@ def memory_plan(
     # The compiler of a TPU makes no program that does not fit. What is counted is still right.
     except (DoesNotFit, NoCompiler) as error:
         is_released = step_options.get("gradients") == "released"
-        rows += _rows(step if is_released else step | gradients, OF_A_STEP)
+        rows += _rows(step if is_released else step | gradients)
         limit = _NO_COMPILER.format(reason=error) if isinstance(error, NoCompiler) else str(error)
         is_refused = isinstance(error, DoesNotFit)
         return MemoryPlan(**facts, rows=tuple(rows), limits=(limit,), is_refused=is_refused)
     # JAX drops arguments that a step never reads: they are in memory, and not in the peak. So the
     # difference may be negative.
     others = memory.peak_memory_in_bytes - sum(row.bytes for row in rows) - step["batch"]
-    rows += _rows(step | {"compiled": max(0, others)}, OF_A_STEP)
+    rows += _rows(step | {"compiled": max(0, others)})
     return MemoryPlan(**facts, rows=tuple(rows), is_complete=True)
 
 
@@ -197,7 +197,7 @@ def _plan_of_count(count: int, tx: MixedPrecision, devices: int, target: Device)
         if math.prod(shape)
     }
     state = abstract_state(params, tx, {}, Placement())
-    rows = _persistent_rows(state) + _rows({"gradients": share * 4}, OF_A_STEP)
+    rows = _persistent_rows(state) + _rows({"gradients": share * 4})
     return MemoryPlan(
         **_plan_facts(count, devices, tx, target), rows=tuple(rows), limits=(_NO_STEP,)
     )
@@ -226,14 +226,13 @@ def _persistent_rows(state: TrainState) -> list[MemoryRow]:
     }
     sizes = {name: _bytes_of_tree(part) for name, part in parts.items()}
     sizes["counters"] = _bytes_of_tree(state) - sum(sizes.values())
-    return _rows(sizes, PERSISTENT)
+    return _rows(sizes)
 
 
-def _rows(sizes: Mapping[str, int], order: tuple[str, ...]) -> list[MemoryRow]:
-    exact = {*PERSISTENT, "batch", "compiled"}
+def _rows(sizes: Mapping[str, int]) -> list[MemoryRow]:
     return [
-        MemoryRow(name, sizes[name], name in PERSISTENT, name in exact)
-        for name in order
+        MemoryRow(name, sizes[name], name not in OF_A_STEP, name != "gradients")
+        for name in MEANING
         if sizes.get(name)
     ]
 

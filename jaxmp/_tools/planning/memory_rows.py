@@ -6,10 +6,8 @@ from typing import Any
 from jaxmp._tools.inspect.table_report import TableReport
 from jaxmp._tools.planning.devices import find_device
 
-# The rows of a table, in order: arrays that live between steps, and those that a step adds.
-PERSISTENT = ("params", "masters", "moments", "collections", "counters")
-OF_A_STEP = ("batch", "gradients", "compiled")
-_MEANING = {
+# The rows of a table, in order, with their meaning.
+MEANING = {
     "params": "live params, in the dtypes of the policy",
     "masters": "stored next to params of 16 bits",
     "moments": "the state of the optimizer",
@@ -19,6 +17,8 @@ _MEANING = {
     "gradients": "gradients of params",
     "compiled": "all else that the compiled step holds at its peak",
 }
+# Those that a step adds; the others live between steps.
+OF_A_STEP = ("batch", "gradients", "compiled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,8 @@ class MemoryPlan(TableReport):
         Raises:
           ValueError: for a name that no plan has.
         """
-        if name not in _MEANING:
-            raise ValueError(f"rows are called {', '.join(_MEANING)}; got {name!r}")
+        if name not in MEANING:
+            raise ValueError(f"rows are called {', '.join(MEANING)}; got {name!r}")
         return sum(row.bytes for row in self.rows if row.name == name)
 
     def fits(self, device: str | None = None) -> bool:
@@ -139,7 +139,7 @@ class MemoryPlan(TableReport):
         table.add_column("")
         for row in self.rows:
             about = "" if row.is_exact else "about "
-            table.add_row(row.name, *self._numbers(row.bytes), about + _MEANING[row.name])
+            table.add_row(row.name, *self._numbers(row.bytes), about + MEANING[row.name])
         table.add_section()
         table.add_row("persistent", *self._numbers(self.persistent), "lives between steps")
         peak = ("peak", "the most at one time")

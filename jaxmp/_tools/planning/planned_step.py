@@ -22,12 +22,7 @@ from jaxmp._training.train_step import make_train_step
 
 
 class Placement(NamedTuple):
-    """The shardings of the params.
-
-    Attributes:
-      shardings: of each param; None on one device.
-      fsdp: how params are gathered, if they are.
-    """
+    """The sharding of each param, None on one device, and how params are gathered, if they are."""
 
     shardings: PyTree | None = None
     fsdp: FSDP | None = None
@@ -55,13 +50,7 @@ class Placement(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A jitted step and its abstract arguments.
-
-    Attributes:
-      step: the step.
-      state: the abstract state, with shardings.
-      batch: the abstract batch, with shardings.
-    """
+    """A jitted step and its abstract arguments, which have shardings on a mesh."""
 
     step: TrainStep
     state: TrainState
@@ -71,12 +60,7 @@ class PlannedStep(NamedTuple):
 def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int) -> Placement:
     """Returns the shardings of params: as given, as they have them, or split over `devices`.
 
-    Args:
-      params: the params, abstract or not.
-      shardings: a `NamedSharding` for each, or a prefix of that tree, or None. A param without one
-        is whole on each device.
-      fsdp: how they are gathered, or None.
-      devices: over how many devices to split them, where no shardings are given.
+    Where some params have a sharding, the others are whole on each device.
 
     Raises:
       ValueError: if both shardings and several devices are given, or something else than a
@@ -142,14 +126,9 @@ def planned_step(
     placement: Placement,
     options: Mapping[str, Any],
 ) -> PlannedStep:
-    """Makes a train step for an abstract state.
+    """Makes a train step for an abstract state, and places the whole batch, abstract or not.
 
-    Args:
-      loss_fn: the loss function.
-      state: the abstract state.
-      batch: the whole batch, abstract or not.
-      placement: the shardings of the params.
-      options: further arguments of `make_train_step`; its `fsdp` is that of the placement.
+    The options are those of `make_train_step`, but `fsdp` is that of the placement.
 
     Raises:
       ValueError: if the batch cannot be split over the mesh.
