@@ -94,6 +94,7 @@ def test_init_params_returns_the_given_arrays(on_mesh: bool) -> None:
     assert places(live) == places(params)
 
 
+@pytest.mark.programs(40, reason="on several devices, a first state is made operation by operation")
 @storages
 @pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
 def test_states_are_sharded_like_their_params(axis: Any, master: str, moments: str) -> None:
