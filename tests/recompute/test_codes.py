@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from jaxmp._recompute import codes as codes_module
-from jaxmp._recompute.codes import Kept, decode_rows, encode_rows
+from jaxmp._recompute.codes import RowFormat, decode_rows, encode_rows
 from tests.support.autocast_checks import compiled, error, rows, weights
 from tests.support.dots import equations
 from tests.support.recompute_checks import (
@@ -29,7 +29,7 @@ from tests.support.recompute_checks import (
 
 pytestmark = pytest.mark.jax
 
-BOTH: tuple[Kept, ...] = ("int8", "float8_e4m3fn")
+BOTH: tuple[RowFormat, ...] = ("int8", "float8_e4m3fn")
 X = rows(64, 128)
 W, V = weights(128, 256, seed=1), weights(256, 128, seed=2)
 STACKS = weights(4, 128, 256, seed=3) / 2, weights(4, 256, 128, seed=4) / 2
@@ -101,7 +101,7 @@ def test_values_stay_to_the_bit_and_gradients_nearly(name: str, dtype: Any) -> N
 
 @pytest.mark.parametrize("kept_as", BOTH)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "branches"])
-def test_floats_are_kept_in_one_byte(name: str, kept_as: Kept) -> None:
+def test_floats_are_kept_in_one_byte(name: str, kept_as: RowFormat) -> None:
     fun, *args = PROGRAMS[name]
     coded = in_bytes(jaxmp.recompute(fun, codes=kept_as), *args)
     assert coded.get(kept_as, 0) > 0
@@ -141,7 +141,7 @@ def test_a_function_without_codes_warns() -> None:
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
-def test_codes_are_those_of_the_formula(kept_as: Kept) -> None:
+def test_codes_are_those_of_the_formula(kept_as: RowFormat) -> None:
     """Against NumPy in 64 bits: a number between two codes may round to the other."""
     x = np.random.default_rng(0).standard_t(3, (64, 128)).astype(np.float32)
     x[3], x[5, 7], x[6, :60], x[7, :2] = 0, 5000, -1e9, (-np.inf, np.nan)
@@ -196,7 +196,7 @@ def test_float8_is_for_functions_that_are_steep_at_zero(name: str) -> None:
     product = np.asarray(rows(256, 128)) @ np.asarray(weights(128, 128, seed=9))
     slope = jax.jit(jax.vmap(jax.grad(STEEP[name])))
 
-    def off(kept_as: Kept) -> float:
+    def off(kept_as: RowFormat) -> float:
         near = np.asarray(decoded(encoded(product, kept_as), jnp.float32))
         got, want = (np.asarray(slope(x.ravel()), np.float64) for x in (near, product))
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
@@ -209,14 +209,14 @@ def test_float8_is_for_functions_that_are_steep_at_zero(name: str) -> None:
 
 @pytest.mark.parametrize("kept_as", BOTH)
 @pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e15])
-def test_rows_of_any_size_keep_their_numbers(kept_as: Kept, scale: float) -> None:
+def test_rows_of_any_size_keep_their_numbers(kept_as: RowFormat, scale: float) -> None:
     x = np.asarray(X) * np.float32(scale)
     got = np.asarray(decoded(encoded(x, kept_as), jnp.float32), np.float64)
     assert error(got / scale, np.float64(x) / scale) < 0.04
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
-def test_an_outlier_leaves_the_rest_of_its_row(kept_as: Kept) -> None:
+def test_an_outlier_leaves_the_rest_of_its_row(kept_as: RowFormat) -> None:
     """A token of a language model may have two channels near 1,000, and others near 1."""
     x = np.array(rows(64, 128, seed=3), np.float32)
     x[:, 7], x[:, 9] = 1000, -800
@@ -235,7 +235,7 @@ def test_an_outlier_leaves_the_rest_of_its_row(kept_as: Kept) -> None:
     "activation", [jnp.square, jax.nn.relu, lambda x: jnp.square(jnp.where(x > 0, x, 0))]
 )
 def test_what_is_not_finite_reaches_the_gradient(
-    activation: Any, kept_as: Kept, bad: float
+    activation: Any, kept_as: RowFormat, bad: float
 ) -> None:
     """As it does without codes: also through a relu, for which NaN is not positive."""
     x = np.array(X, np.float32)
@@ -255,7 +255,7 @@ def test_what_is_not_finite_reaches_the_gradient(
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
-def test_an_infinite_start_of_a_running_maximum_leaves_gradients_finite(kept_as: Kept) -> None:
+def test_an_infinite_start_of_a_running_maximum_leaves_gradients_finite(kept_as: RowFormat) -> None:
     """Attention in blocks starts from -inf, and a mask may be -1e30 in most of a row."""
 
     def loss(w: Any, mask: Any) -> Any:
