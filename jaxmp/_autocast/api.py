@@ -59,8 +59,8 @@ def autocast(
     float32. docs/autocast.md says what runs in which precision, and why; `jaxmp.audit` shows it.
 
     Args:
-      fun: a function of pytrees that `jax.make_jaxpr` can trace. Left out, a decorator is returned:
-        `@jaxmp.autocast("mixed_bfloat16")`.
+      fun: a function of pytrees that `jax.make_jaxpr` can trace. Or the policy alone, for a
+        decorator: `@jaxmp.autocast("mixed_bfloat16")`.
       policy: a policy or its name, with a 16-bit compute dtype. A float32 policy leaves the
         function as it is, and its products ask for the policy's `precision`. Or rules over the
         scopes in the function: module names in linen, `jax.named_scope` anywhere. A rule holds for

@@ -15,9 +15,7 @@ def policy_may_come_first(autocast: AutocastT) -> AutocastT:
     """Lets a function `autocast(fun, policy, **options)` be called as `autocast(policy)(fun)`."""
 
     @functools.wraps(autocast)
-    def either(fun: Any = None, policy: Any = None, **options: Any) -> Any:
-        if fun is None:
-            fun, policy = policy, None
+    def either(fun: Any, policy: Any = None, **options: Any) -> Any:
         is_policy = isinstance(fun, (str, jmp.Policy, PolicyRules))
         if is_policy and policy is None:
             return AutocastDecorator(functools.partial(autocast, policy=fun, **options))

@@ -45,7 +45,14 @@ class Float8Layers:
             self.families[path] = family_of(path, module, decision, self.families)
         return self.families.get(path)
 
-    def note(self, path: str, module: Any, decision: Decision, params: Mapping[str, Any]) -> None:
+    def note(
+        self,
+        path: str,
+        module: Any,
+        decision: Decision,
+        family: str | None,
+        params: Mapping[str, Any],
+    ) -> None:
         """Notes whether a module is in 8 bits, once it has its params.
 
         Raises:
@@ -57,7 +64,6 @@ class Float8Layers:
             return
         # Params of one dimension, such as the scale of a norm, are in no product.
         self.multiplies |= any(jnp.ndim(x) > 1 for x in jax.tree.leaves(dict(params)))
-        family = self.families.get(path)
         custom = custom_part(module) if family is None else None
         if custom is None:
             if has_dot_general(module):

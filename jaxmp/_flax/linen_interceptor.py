@@ -144,7 +144,7 @@ class _Session:
         if is_setup:
             return out
         if self.record.float8.enabled:
-            self.record.float8.note(path, module, decision, params_of_linen(module))
+            self.record.float8.note(path, module, decision, family, params_of_linen(module))
         if not within:
             self._check(module, call)
         return self._record_part(path, out)

@@ -134,9 +134,11 @@ def call_with_casts(
         return cast(call(*args, **kwargs), casts.output)
     # A scan requires that the carry keeps its dtype.
     carry = args[0] if args else kwargs.get("carry")
-    args = (*args[:1], *cast(args[1:], casts.inputs))
-    others = {name: x for name, x in kwargs.items() if name != "carry"}
-    out = call(*args, **{**kwargs, **cast(others, casts.inputs)})
+    if args or "carry" in kwargs:  # a carry under another name is not told from inputs
+        others = {name: x for name, x in kwargs.items() if name != "carry"}
+        args = (*args[:1], *cast(args[1:], casts.inputs))
+        kwargs = {**kwargs, **cast(others, casts.inputs)}
+    out = call(*args, **kwargs)
     # The classes that nn.remat_scan repeats return only a carry.
     if same_structure(out, carry):
         return _cast_like(out, carry)

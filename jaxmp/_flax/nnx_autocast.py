@@ -42,7 +42,7 @@ def autocast(
 
     Args:
       fun: a function of modules and arrays, a module, or a method of one. It may only change
-        modules that are among its arguments. Left out, a decorator is returned.
+        modules that are among its arguments. Or the policy alone, for a decorator.
       policy: a policy or its name, or rules over the modules among the arguments.
       lower: primitives or jitted functions to run in the compute dtype.
       float32: primitives or jitted functions to run in float32.

@@ -31,15 +31,15 @@ from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
 class ModulePlan(NamedTuple):
-    """What to do to a module; of one at several places, as at the first that a rule names.
+    """What to do to a module, which may be at several places.
 
     Attributes:
-      path: its place.
+      path: its first place, or the first that a rule names.
       module: the module.
       region: its policy there.
-      casts: the casts around its calls.
+      casts: the casts around its calls, right for all places.
       promise: the dtypes that it may return.
-      family: the family for which it is left out of float8.
+      family: the family for which it is left out of float8, at any place.
     """
 
     path: str

@@ -120,7 +120,7 @@ def apply_policy(
                 for name, variable in vars(plan.module).items()
                 if isinstance(variable, nnx.Param)
             }
-            float8.note(plan.path, plan.module, plan.decision, params)
+            float8.note(plan.path, plan.module, plan.decision, plan.family, params)
         float8.warn(model)
         warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in snapshots])
         # These are reported here: without a promise, a call does not report them again.

@@ -40,12 +40,14 @@ def warn_of_other_products(grads: PyTree, rules: PolicyRules) -> None:
             dtypes = _dtypes_read(product)
             # An operand of 8 bits is one that somebody chose, and so is a precision of 16.
             chosen = "16" in str(product.params.get("precision"))
-            if chosen or dtypes <= expected or any(dtype.itemsize == 1 for dtype in dtypes):
+            floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+            low = bool(floats) and floats <= expected
+            if chosen or low or any(dtype.itemsize == 1 for dtype in dtypes):
                 return
             # With one operand of an expected dtype, it may be the gradient of a product of such
             # operands that returns float32, or a 16-bit param in float32. A scalar may be a norm.
-            if not expected & dtypes and product.outvars[0].aval.shape:
-                found |= {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+            if not expected & floats and product.outvars[0].aval.shape:
+                found |= floats
     if found:
         names = " and ".join(sorted({policy.compute_dtype.name for policy in policies}))
         read = " and ".join(sorted(dtype.name for dtype in found))

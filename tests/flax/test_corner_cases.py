@@ -457,6 +457,28 @@ def test_a_rule_about_one_place_of_a_shared_module_holds(places: tuple[str, ...]
         model(jnp.ones((1, 2)))
 
 
+def test_a_shared_layer_that_one_place_leaves_out_of_float8_is_reported() -> None:
+    class Tied(nnx.Module):
+        def __init__(self) -> None:
+            self.lm_head = self.tokens = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.tokens(x)
+
+    rules = PolicyRules({"tokens": "mixed_float8"}, default="mixed_float8")
+    with pytest.warns(UserWarning, match=r"no layer of Tied is in 8 bits: 'tokens' \(heads\)"):
+        jaxmp.nnx.apply_policy(Tied(), rules)
+
+
+def test_a_carry_under_another_name_is_not_cast() -> None:
+    class Cell(nnx.RNNCellBase):
+        def __call__(self, h: Any, x: Any) -> Any:
+            return h + x, x
+
+    cell = jaxmp.nnx.apply_policy(Cell(), PolicyRules({"/": "mixed_bfloat16"}))
+    assert cell(h=jnp.ones(2), x=jnp.ones(2))[0].dtype == jnp.float32
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_the_inputs_of_a_cell_that_a_rule_names_are_cast(by_name: bool) -> None:
     """Its carry is not: a scan asks for a carry that keeps its dtype."""

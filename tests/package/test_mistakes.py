@@ -201,7 +201,7 @@ def test_the_decorator_is_autocast() -> None:
 
     assert decorated(PARAMS, X) == jaxmp.autocast(loss, MIXED)(PARAMS, X)
     assert decorated.__name__ == "decorated"
-    live = jaxmp.nnx.autocast(policy=MIXED, recompute="auto")(live_loss)
+    live = jaxmp.nnx.autocast(MIXED, recompute="auto")(live_loss)
     assert np.isfinite(live(Net(), X))
 
 

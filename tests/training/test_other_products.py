@@ -235,6 +235,14 @@ def through_int8(p: Any, x: Any) -> Any:
     return jnp.mean(product.astype(jnp.float32)) * jnp.sum(p["up"])
 
 
+def experts(p: Any, x: Any) -> Any:
+    """Tokens of 16 bits by groups, behind a router in float32."""
+    scores = x @ p["up"]
+    groups = jnp.array([x.shape[0]], jnp.int32)
+    out = lax.ragged_dot(x.astype(BF16), p["up"].astype(BF16)[None], groups)
+    return jnp.mean(out.astype(jnp.float32) * scores)
+
+
 def from_another_program() -> None:
     """Gradients that come into the program say nothing of how they were made."""
     tx = wrapped()
@@ -307,6 +315,7 @@ SILENT: dict[str, Callable[[], None]] = {
     "a precision of 16 bits": lambda: trained(with_a_precision),
     "a linear loss": lambda: trained(linear),
     "no products": lambda: trained(lambda p, x: jnp.sum(p["up"] * x) + jnp.sum(p["down"])),
+    "experts and a router": lambda: trained(experts),
     "products of integers": lambda: trained(through_int8),
     "one product by hand in float32": lambda: trained(
         lambda p, x: by_hand(BF16)(p, x) + jnp.mean(x @ p["up"])
