@@ -37,8 +37,14 @@ def run(page: pathlib.Path) -> None:
     ],
     ids=name_of,
 )
-def test_code_runs(page: pathlib.Path) -> None:
+def test_code_runs(page: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And README's table is what its code prints."""
     run(page)
+    if page.name == "README.md":
+        printed = capsys.readouterr().out
+        rows = re.findall("^[│┃].*$", page.read_text(), re.MULTILINE)
+        assert rows
+        assert [row for row in rows if row not in printed] == []
 
 
 @pytest.mark.slow
