@@ -158,7 +158,8 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "solve": (lambda a, x: jnp.sin(jnp.linalg.solve(jnp.sin(a) + a, jnp.sin(x))), SQUARE, X),
     "eigenvalues": (lambda a: jnp.sin(jnp.linalg.eigvalsh(a @ a.T)), SQUARE),
     "determinant": (lambda a: jnp.linalg.slogdet(a)[1], SQUARE),
-    "special": (lambda x, w: jax.scipy.special.gammaln(jnp.exp(jnp.tanh(x @ w))) @ w, X, W),
+    # Above 1.46, where the derivative of gammaln is zero, and its roundings all that there is.
+    "special": (lambda x, w: jax.scipy.special.gammaln(jnp.exp(2 + jnp.tanh(x @ w))) @ w, X, W),
     "inverse erf": (lambda x, w: lax.erf_inv(jnp.tanh(x @ w) / 2) @ w, X, W),
     "map": (lambda x, w: lax.map(lambda r: jnp.tanh(r @ w) @ w, x), X, W),
     "associative": (lambda x, w: lax.associative_scan(jnp.multiply, jnp.tanh(x @ w)), X, W),
