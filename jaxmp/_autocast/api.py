@@ -29,7 +29,7 @@ from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._program.op_lists import OpLists, op_lists
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.api import Recompute, apply_recompute, check_recompute
-from jaxmp._recompute.run import has_scan
+from jaxmp._recompute.run import is_changed
 
 Output = Literal["traced", "policy", "computed"]
 Kernels = Literal["traced", "low"]
@@ -133,7 +133,7 @@ def autocast(
             return _run_rewritten(closed, list(arrays), settings, replacements, warned)
 
         # Without a scan that would be one more trace of the same program.
-        same = recompute == "loops" and not has_scan(closed)
+        same = recompute == "loops" and not is_changed(closed)
         return run(*arrays) if same else apply_recompute(run, recompute)(*arrays)
 
     call = rewriting(fun, rewrite, "autocast", _IN_A_LINEN_MODULE)

@@ -36,6 +36,7 @@ from jaxmp._recompute.codes import (
     has_codes,
     with_coded_derivative,
 )
+from jaxmp._recompute.lookups import Lookup, look_up, lookups_in, reads_numbers
 from jaxmp._recompute.pieces import Piece, divide
 from jaxmp._recompute.storage import Price, Storage, names_of, price_of
 
@@ -106,7 +107,8 @@ def run_in_pieces(
       carry: which of them a loop carries from turn to turn.
     """
     if settings.only_loops:
-        return evaluate(read(closed), arguments, _Operations(settings))
+        program = read(closed)
+        return evaluate(program, arguments, _Operations(settings, lookups_in(program)))
     program = without_dead_code(
         read(closed, lambda x: plain_call(x) if _is_open(x, settings.save) else None)
     )
@@ -116,7 +118,7 @@ def run_in_pieces(
     ops = tuple(_piece_op(piece, program, storage) for piece in pieces)
     coded = _coded_values(program, storage, ops, carry) if in_codes else frozenset[int]()
     settings.types_in_codes.extend(program.avals[number] for number in coded)
-    interpreter = _Pieces(settings, coded, settings.shared)
+    interpreter = _Pieces(settings, coded, lookups_in(program), settings.shared)
     readers = {number: op for op in reversed(ops) for number in op.inputs}
     cells = [
         interpreter.cell(number, x, readers.get(number))
@@ -202,6 +204,7 @@ class _Pieces(Interpreter[_Cell]):
 
     settings: Settings
     coded: frozenset[int]
+    lookups: Mapping[int, Lookup]
     shared: PartCache
 
     def constant(self, value: Any) -> _Cell:
@@ -216,9 +219,12 @@ class _Pieces(Interpreter[_Cell]):
 
     def variant(self, op: Any) -> Hashable:
         ops, inputs, outputs = op.program.ops, op.program.inputs, op.program.outputs
-        # Equal pieces are so in what is kept of them, too.
+        # Equal pieces are so in what is kept of them, too, and in what is known of their indices.
         kept = [tuple(n in op.statistics for n in inner.outputs) for inner in ops]
-        op_keys = list(map(self.shared.op_key, ops, kept))
+        known = [
+            (each, self.lookups.get(inner.number)) for each, inner in zip(kept, ops, strict=True)
+        ]
+        op_keys = list(map(self.shared.op_key, ops, known))
         key = self.shared.ops_key(ops, op_keys, inputs, outputs)
         coded = tuple(number in self.coded for number in outputs)
         derivative = op.recomputes, op.reads, op.keeps_operands, self.settings.barriers
@@ -234,7 +240,8 @@ class _Pieces(Interpreter[_Cell]):
             pairs = zip(op.program.inputs, arrays, strict=True) if rounds else ()
             rounded = {i: widen_rounded(x).astype(x.dtype) for i, x in pairs if is_half(x)}
             saved = op.statistics.difference(op.outputs)
-            return evaluate(op.program, arrays, _Operations(self.settings, saved, rounded))
+            inside = _Operations(self.settings, self.lookups, saved, rounded)
+            return evaluate(op.program, arrays, inside)
 
         values = [cell.value for cell in operands]
         barriers, key = self.settings.barriers, self.variant(op)
@@ -283,11 +290,13 @@ class _Operations(Interpreter[Any]):
 
     Attributes:
       settings: the settings of the whole call.
+      lookups: the lookups of one number in each row, by the numbers of their operations.
       saved: the numbers of the values that a checkpoint around the piece saves.
       rounded: what operations read in place of some values, unless they are products.
     """
 
     settings: Settings
+    lookups: Mapping[int, Lookup]
     saved: Collection[int] = ()
     rounded: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
@@ -300,12 +309,14 @@ class _Operations(Interpreter[Any]):
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
         is_entered = _is_entered(op.equation) and _is_open(op.equation, self.settings.save)
-        if is_entered and not (self.settings.only_loops and not _holds_scan(op.equation)):
+        if is_entered and not (self.settings.only_loops and not _is_changed(op.equation)):
             if op.name in JITS:
                 # The pieces inside store arguments for the backward pass: none may be donated.
                 params = op.params | {"donated_invars": (False,) * len(operands)}
                 op = dataclasses.replace(op, equation=op.equation.replace(params=params))
             results = super().operation(op, operands)
+        elif op.number in self.lookups and "gather" not in self.settings.save:
+            results = [look_up(op.equation, self.lookups[op.number], *operands)]
         else:
             results = compat.bind(op.equation, operands)
         pairs = zip(op.outputs, results, strict=True)
@@ -337,10 +348,12 @@ def _is_entered(equation: core.JaxprEqn) -> bool:
     return is_entered and wiring_of(equation).turns is not None
 
 
-def _holds_scan(equation: core.JaxprEqn) -> bool:
-    return loop_of(equation) is not None or any(map(has_scan, compat.bodies_of(equation)))
+def _is_changed(equation: core.JaxprEqn) -> bool:
+    if not _is_entered(equation):
+        return equation.primitive.name == "gather" and reads_numbers(equation)
+    return loop_of(equation) is not None or any(map(is_changed, compat.bodies_of(equation)))
 
 
-def has_scan(jaxpr: Any) -> bool:
-    """Whether a program has a scan that would run in pieces."""
-    return any(_is_entered(x) and _holds_scan(x) for x in compat.open_jaxpr(jaxpr).eqns)
+def is_changed(jaxpr: Any) -> bool:
+    """Whether a program may have what the mode "loops" changes: scans, and lookups of labels."""
+    return any(map(_is_changed, compat.open_jaxpr(jaxpr).eqns))

@@ -37,7 +37,7 @@ LEFT, STEPS = "_autocast/coverage.py", "_autocast/op_plans.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
-PIECES = "_recompute/run.py"
+PIECES, LOOKUPS = "_recompute/run.py", "_recompute/lookups.py"
 DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/custom_derivatives.py"
 HI = "_program/hi_primitives.py"
@@ -101,6 +101,9 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "reduce_precision": lambda x: lax.reduce_precision(x, 8, 7),
     "sharding_constraint": lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, SPEC)),
     "gather": lambda x: x[jnp.array([0])],
+    "iota": lambda x: x[0] + lax.iota("float32", 4),
+    "broadcast_in_dim": lambda x: lax.broadcast_in_dim(x, (4, 4, 4), (1, 2)),
+    "concatenate": lambda x: jnp.concatenate([x, x]),
     "scatter-add": lambda x: x.at[jnp.array([0])].add(x[:1]),
     "conv_general_dilated": convolve,
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
@@ -198,8 +201,15 @@ READ = [
         has("dot_dimension_numbers", "rhs_group_dimensions"),
         (FLOPS,),
     ),
-    Read("gather", "dimension_numbers", has("operand_batching_dims", "offset_dims"), (STEPS,)),
-    Read("gather", "slice_sizes", tuple_of(is_a(int)), (STEPS,)),
+    Read(
+        "gather", "dimension_numbers", has("operand_batching_dims", "offset_dims"), (STEPS, LOOKUPS)
+    ),
+    Read("gather", "slice_sizes", tuple_of(is_a(int)), (STEPS, LOOKUPS)),
+    Read("gather", "mode", is_a(lax.GatherScatterMode), (LOOKUPS,)),
+    Read("gather", "fill_value", lambda value: value is None or value == 0, (LOOKUPS,)),
+    Read("iota", "dimension", is_a(int), (LOOKUPS,)),
+    Read("concatenate", "dimension", is_a(int), (LOOKUPS,)),
+    Read("broadcast_in_dim", "broadcast_dimensions", tuple_of(is_a(int)), (LOOKUPS,)),
     Read("scatter-add", "update_jaxpr", is_a(core.Jaxpr), (OPERATIONS,)),
     *(
         Read("scatter-add", name, lambda value: value is not None, (SUMMED,))
