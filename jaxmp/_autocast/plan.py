@@ -8,7 +8,7 @@ for the dtypes that reach it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -193,11 +193,7 @@ def plan(jaxpr: Any, arguments: States, context: PlanContext, *, results_in: All
             op_plans[op_plan.op.number] = op_plan
         settle(op_plan, operands)
     results = list(map(state_of, program.outputs))
-    for op_plan in op_plans:
-        for number in adds_gradients(op_plan):
-            state = states[number]
-            if state is not None and state.dtype != FLOAT32:
-                states[number] = state._replace(summed=True)
+    _mark_summed_gradients(op_plans, states)
     return Plan(program, op_plans, states, results, reads, look_ahead.rounded(), context.shared)
 
 
@@ -208,6 +204,15 @@ def _at_precision(op: Op, states: States, context: PlanContext, region: Region) 
     inside = context.control(op, traced_states, context, region)
     op_plan.run, op_plan.params, op_plan.plan_key = inside.run, inside.params, inside.plan_key
     return op_plan
+
+
+def _mark_summed_gradients(op_plans: Sequence[OpPlan], states: list[State | None]) -> None:
+    """Marks values of 16 bits whose gradients are added up."""
+    for op_plan in op_plans:
+        for number in adds_gradients(op_plan):
+            state = states[number]
+            if state is not None and state.dtype != FLOAT32:
+                states[number] = state._replace(summed=True)
 
 
 def _mark_sums(op_plan: OpPlan, operands: States) -> None:

@@ -132,7 +132,7 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "approx_top_k",
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
-        "float32_gradient gradient_of low_precision_product held open_rounding float8_encode "
+        "float32_gradient gradient_of low_precision_product held tied open_rounding float8_encode "
         "float8_scale_back mxfp8_encode",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
@@ -352,7 +352,7 @@ AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_o
     "psum psum_invariant reduce_scatter pvary optimization_barrier",
 )
 # The identity on the first operand.
-IDENTITIES = _names_of("held name gradient_of float32_gradient open_rounding")
+IDENTITIES = _names_of("held tied name gradient_of float32_gradient open_rounding")
 # Hand on numbers of their operands, up to casts. No collectives: these may add them up.
 PASSED_ON = SAME_NUMBERS | LINEAR_MOVES | IDENTITIES
 PASSED_ON -= COLLECTIVES | _names_of("reduce_precision")

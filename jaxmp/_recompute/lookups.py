@@ -17,10 +17,11 @@ from jax.extend import core
 from jaxtyping import Array
 
 from jaxmp._numerics.dtypes import is_floating
+from jaxmp._program.op_classes import CASTS, REPEATS, RESHAPES
 from jaxmp._program.program import Op, Program, numbers
 
 # Operations that leave an array as it is, but for its shape and dtype.
-_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type")
+_MOVES = RESHAPES | REPEATS | CASTS
 
 
 class Lookup(NamedTuple):

@@ -36,6 +36,7 @@ from jaxmp._recompute.codes import (
     has_codes,
     with_coded_derivative,
 )
+from jaxmp._recompute.invariants import with_invariants_inside
 from jaxmp._recompute.lookups import Lookup, look_up, lookups_in, reads_numbers
 from jaxmp._recompute.pieces import Piece, divide
 from jaxmp._recompute.storage import Price, Storage, names_of, price_of
@@ -236,9 +237,11 @@ class _Pieces(Interpreter[_Cell]):
             # of such scores, and their sum of exponentials, do not fit the exponentials that the
             # backward pass makes of the stored scores: gradients of a softmax were off by a factor
             # of two (jax 0.10, CPU). So both passes read rounded values.
-            rounds = op.recomputes and op.statistics
-            pairs = zip(op.program.inputs, arrays, strict=True) if rounds else ()
-            rounded = {i: widen_rounded(x).astype(x.dtype) for i, x in pairs if is_half(x)}
+            leading = _read_by(op.program, op.statistics) if op.recomputes else ()
+            pairs = zip(op.program.inputs, arrays, strict=True)
+            rounded = {
+                i: widen_rounded(x).astype(x.dtype) for i, x in pairs if i in leading and is_half(x)
+            }
             saved = op.statistics.difference(op.outputs)
             inside = _Operations(self.settings, self.lookups, saved, rounded)
             return evaluate(op.program, arrays, inside)
@@ -263,6 +266,15 @@ class _Pieces(Interpreter[_Cell]):
         makers = {number: inner for inner in op.program.ops for number in inner.outputs}
         pairs = zip(op.outputs, results, strict=True)
         return [self.cell(number, x, makers[number]) for number, x in pairs]
+
+
+def _read_by(program: Program, values: Collection[int]) -> set[int]:
+    """Returns the values that lead to these without a product in between."""
+    found = set(values)
+    for op in reversed(program.ops):
+        if op.name not in CONTRACTIONS and not found.isdisjoint(op.outputs):
+            found.update(numbers(op.inputs))
+    return found
 
 
 def _reached(program: Program, moving: Sequence[bool]) -> list[bool]:
@@ -331,7 +343,10 @@ class _Operations(Interpreter[Any]):
             inside = dataclasses.replace(inside, barriers=False, only_loops=False)
 
         def run(*arrays: Any) -> list[Any]:
-            return run_in_pieces(inside, body, arrays, carry)
+            program = body
+            if loop is not None:
+                program = with_invariants_inside(body, carry.start, list(map(jax.typeof, arrays)))
+            return run_in_pieces(inside, program, arrays, carry)
 
         key = id(body), inside.barriers, inside.only_loops, carry
         program: core.ClosedJaxpr = inside.shared.once(key, body, lambda: compat.trace(run, avals))

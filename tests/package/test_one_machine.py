@@ -22,6 +22,7 @@ HANDS_ON = {
     "_recompute.storage": "costs: what is kept is decided by what comes before and behind",
     "_program.parts": "places of values: the text by which equal parts are known",
     "_recompute.pieces": "the values that exist when a piece runs",
+    "_recompute.invariants": "values that no turn changes, and then what dear ones need, backward",
 }
 # Other questions, the calls that answer them, and the modules that may make these. Weights are
 # followed twice: autocast asks what decides a dtype, the reduction where a sum over the batch

@@ -38,6 +38,7 @@ TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
 PIECES, LOOKUPS = "_recompute/run.py", "_recompute/lookups.py"
+INVARIANTS = "_recompute/invariants.py"
 DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/custom_derivatives.py"
 HI = "_program/hi_primitives.py"
@@ -207,7 +208,9 @@ READ = [
     Read("gather", "slice_sizes", tuple_of(is_a(int)), (STEPS, LOOKUPS)),
     Read("gather", "mode", is_a(lax.GatherScatterMode), (LOOKUPS,)),
     Read("gather", "fill_value", lambda value: value is None or value == 0, (LOOKUPS,)),
-    Read("iota", "dimension", is_a(int), (LOOKUPS,)),
+    Read("iota", "dimension", is_a(int), (LOOKUPS, INVARIANTS)),
+    Read("iota", "dtype", is_dtype, (INVARIANTS,)),
+    Read("iota", "shape", tuple_of(is_a(int)), (INVARIANTS,)),
     Read("concatenate", "dimension", is_a(int), (LOOKUPS,)),
     Read("broadcast_in_dim", "broadcast_dimensions", tuple_of(is_a(int)), (LOOKUPS,)),
     Read("scatter-add", "update_jaxpr", is_a(core.Jaxpr), (OPERATIONS,)),

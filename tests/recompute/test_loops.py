@@ -13,7 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._program.compat import scan_counts
 from tests.support.autocast_checks import compiled, error, rows, weights
+from tests.support.dots import equations
 from tests.support.recompute_checks import gradient, kept_bytes, norm
 
 pytestmark = pytest.mark.jax
@@ -136,6 +138,71 @@ def test_statistics_fit_what_is_computed_again(name: str, mode: Any) -> None:
         return error(compiled(jax.grad(fast))(w, x), compiled(jax.grad(loss))(w, x))
 
     assert gradient_error(mode) < 1.5 * gradient_error("never") + 0.02
+
+
+SIDE = 64  # of a mask of 256 kB, in eight heads
+
+
+def masks(kind: str, x: Any) -> Any:
+    """Masks and biases of scores that no turn changes."""
+    if kind == "tril":
+        return jnp.broadcast_to(jnp.tril(jnp.ones((SIDE, SIDE), bool)), (16, SIDE, SIDE))
+    if kind == "iota":
+        first, second = (lax.broadcasted_iota("int32", (16, SIDE, SIDE), i) for i in (1, 2))
+        return first >= second
+    bias = jnp.cos(jnp.arange(SIDE) + x[0, 0, 0] * 0)
+    return jnp.broadcast_to(bias[:, None], (16, SIDE, SIDE)) > 0
+
+
+def handed_in(fun: Callable[..., Any], *args: Any) -> set[str]:
+    """The types of the large arrays that the first scan of a gradient gets from outside."""
+    first = next(
+        each
+        for each in equations(jax.make_jaxpr(jax.grad(fun))(*args))
+        if each.primitive.name == "scan"
+    )
+    consts = first.invars[: scan_counts(first.params)[0]]
+    return {each.aval.str_short() for each in consts if each.aval.size >= 16 * SIDE * SIDE}
+
+
+@pytest.mark.parametrize("kind", ["tril", "iota"])
+def test_a_mask_is_made_in_each_turn(kind: str) -> None:
+    """JAX writes it, and what it puts behind it, before the loop, to read them in each turn."""
+    x, w = rows(16 * SIDE, SIDE).reshape(16, SIDE, SIDE), weights(3, SIDE, SIDE)
+
+    def loss(w: Any, x: Any) -> Any:
+        def attend(x: Any, w: Any) -> Any:
+            scores = jnp.where(masks(kind, x), jnp.einsum("hqd,dk->hqk", x, w), -1e30)
+            return x + jax.nn.softmax(scores), None
+
+        return jnp.mean(lax.scan(attend, x, w)[0] ** 2)
+
+    assert f"bool[16,{SIDE},{SIDE}]" in handed_in(loss, w, x)  # positive control
+    lean = jaxmp.recompute(loss, "loops")
+    assert not handed_in(lean, w, x)
+    assert error(*(compiled(jax.grad(f))(w, x) for f in (lean, loss))) <= 1e-5
+
+
+def test_a_product_without_a_turn_runs_once() -> None:
+    """With what it needs, though that repeats a smaller array."""
+    x, w, table = rows(SIDE, SIDE), weights(3, SIDE, SIDE), weights(16, SIDE, seed=3)
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            places = jnp.arange(SIDE * SIDE) % 16
+            bias = jax.nn.one_hot(places, 16) @ table  # as of relative positions
+            return jnp.tanh(x @ w + bias.reshape(SIDE, SIDE, SIDE).sum(0)), None
+
+        return jnp.sum(lax.scan(layer, x, w)[0])
+
+    def products(fun: Any) -> int:
+        """In the bodies of loops."""
+        closed = jax.make_jaxpr(jax.grad(fun))(w, x)
+        scans = [each for each in equations(closed) if each.primitive.name == "scan"]
+        inside = (inner for each in scans for inner in equations(each.params["jaxpr"]))
+        return sum(inner.primitive.name == "dot_general" for inner in inside)
+
+    assert products(jaxmp.recompute(loss, "loops")) == products(loss) == 3
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
