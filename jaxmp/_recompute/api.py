@@ -42,6 +42,8 @@ def recompute(
     the kept ones. The function and its gradients stay the same, up to roundings that XLA leaves out
     by itself. docs/recompute.md says more; `jaxmp.audit` shows what is kept.
 
+    Lookups of one number in each row run by comparison with the label, which compilers fuse.
+
     It works inside `jit`, `scan`, `cond` and `shard_map`, for functions made by other
     transformations, and for any dtype. A `jax.checkpoint` in the function stays as it is;
     with `codes`, one of a whole block reads its operands as codes.
@@ -50,11 +52,11 @@ def recompute(
       fun: a function of pytrees that `jax.make_jaxpr` can trace.
       mode: `"auto"` lets the compiler keep values that it would otherwise compute twice. This saves
         memory in loops, where the passes are two programs, and costs no time. `"loops"` is that
-        inside of `scan` alone, and leaves a program without one to the letter as it is. `"always"`
-        forbids the compiler to keep: it saves memory everywhere, and costs time. `"never"` returns
-        the function. A number is the largest share of what JAX would keep: if the above is not
-        enough, products run again, those with the fewest operations for each kept byte first.
-        This traces the function several times.
+        inside of `scan` alone; outside, lookups of one number in each row, as of the logit of a
+        label, change, and nothing else. `"always"` forbids the compiler to keep: it saves memory
+        everywhere, and costs time. `"never"` returns the function. A number is the largest share
+        of what JAX would keep: if the above is not enough, products run again, those with the
+        fewest operations for each kept byte first. This traces the function several times.
       save: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.

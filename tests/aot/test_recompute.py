@@ -1,6 +1,7 @@
 """What compilers for GPUs and TPUs make of `recompute`: less memory, the same products and sums."""
 
 import collections
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxmp.sharding import FSDP, fully_sharded
 from tests.aot.conftest import Compiler
 from tests.aot.test_autocast import PARAMS, X, by_hand, loss, products, program
 from tests.support.sharded_models import abstract
+from tests.support.traffic import traffic
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -84,6 +86,34 @@ def test_a_loss_by_label_takes_two_bytes_a_logit(compiler: Compiler, head: str) 
     )
     assert lean <= 0.45 * plain
     assert lean <= 2.1 * tokens * classes
+
+
+def test_a_loop_makes_its_mask(compiler: Compiler) -> None:
+    """JAX by itself writes the mask before the loop and reads it in each turn, and so does
+    `jax.checkpoint`. The bytes are those of kernels, in all turns."""
+    heads, length, width = 8, 512, 64
+    params = jax.ShapeDtypeStruct((4, width, 3 * width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((heads, length, width), jnp.bfloat16)
+
+    def fun(params: Any, x: Any, *, masked: bool) -> Any:
+        def attend(x: Any, w: Any) -> Any:
+            q, k, v = jnp.split(x @ w, 3, -1)
+            scores = jnp.einsum("hqd,hkd->hqk", q, k).astype(jnp.float32)
+            if masked:
+                scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e30)
+            return x + jax.nn.softmax(scores).astype(x.dtype) @ v, None
+
+        return jnp.mean(jnp.square(jax.lax.scan(attend, x, params)[0].astype(jnp.float32)))
+
+    def moved(wrap: Any, masked: bool) -> float:
+        gradient = jax.grad(wrap(functools.partial(fun, masked=masked)))
+        return traffic(str(compiler(gradient, params, x).as_text()))
+
+    lean = [moved(lambda f: jaxmp.recompute(f, "loops"), masked) for masked in (True, False)]
+    plain = [moved(jax.checkpoint, masked) for masked in (True, False)]
+    assert lean[0] <= 1.03 * lean[1]
+    if compiler.platform == "gpu":
+        assert plain[0] > 1.03 * plain[1]  # positive control
 
 
 def test_fully_sharded_layers(compiler: Compiler) -> None:
