@@ -26,6 +26,8 @@ class GPT:
       vocab: how many tokens there are.
       context: how many tokens a sequence has.
       remat: recompute each block in the backward pass rather than keep its activations.
+      one_by_one: run the blocks without a loop.
+      unroll: how many blocks each turn of the loop runs.
       attention: the implementation of attention. cuDNN's reads 16 bits, whatever the rest does.
       kernel_dtype: what it reads.
     """
@@ -36,6 +38,8 @@ class GPT:
     vocab: int
     context: int
     remat: bool = False
+    one_by_one: bool = False
+    unroll: int = 1
     attention: Attention = "xla"
     kernel_dtype: str = "bfloat16"
 
@@ -80,7 +84,12 @@ class GPT:
             return self._block(x, weights), None
 
         x = params["embedding"][inputs] + params["position"]
-        x, _ = jax.lax.scan(jax.checkpoint(block) if self.remat else block, x, params["blocks"])
+        run = jax.checkpoint(block) if self.remat else block
+        if self.one_by_one:
+            for i in range(self.layers):
+                x, _ = run(x, jax.tree.map(lambda stack, i=i: stack[i], params["blocks"]))
+        else:
+            x, _ = jax.lax.scan(run, x, params["blocks"], unroll=self.unroll)
         x = _rms_norm(x, params["norm_out"])
         with jax.named_scope("head"):  # by this name, rules find it
             logits = (x @ params["embedding"].T).astype(jnp.float32)

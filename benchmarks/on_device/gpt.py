@@ -1,6 +1,9 @@
 """Train steps of a GPT: by hand and with jaxmp, with cuDNN's attention and plain."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import flax_gpt
@@ -14,12 +17,21 @@ from lab.timing import Contender
 from stacked_models import Sizes
 
 import jaxmp
+from jaxmp._recompute.api import Recompute
 from on_device import names
 from on_device.recorder import Recorder
-from on_device.steps import Case, measure
+from on_device.steps import WITHOUT_TRITON, Case, measure
 
 _BY_HAND_PLAIN = "by hand, bfloat16, plain attention"
 _SCALE = 2.0**15  # of losses in float16, at the beginning
+# Of the compiler for GPUs; the first lets a product of cuBLAS write into the stack of a loop, where
+# it would be copied, and so needs the second.
+_NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
+_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "dynamic slices": {**WITHOUT_TRITON, "xla_gpu_enable_dynamic_slice_fusion": True},
+    "cuBLAS": WITHOUT_TRITON,
+    "Triton for all products": {"xla_gpu_triton_gemm_any": True},
+}
 
 
 def model(recorder: Recorder) -> gpt.GPT:
@@ -52,16 +64,18 @@ def with_jaxmp(
     policy: str,
     *,
     model_casts: bool = False,
-    recompute: Literal["never", "auto", "always"] = "never",
+    recompute: Recompute = "never",
+    gradients: Literal["buffered", "released"] = "buffered",
     **storage: Any,
 ) -> handwritten.Steps:
     """How to train under a policy; `storage` is for the optimizer."""
     if policy == "mixed_float16":
         storage["loss_scale"] = jaxmp.DynamicLossScale(init_scale=_SCALE)
     tx = jaxmp.mixed_precision(optimizer(), policy, **storage)
+    policy = "none" if model_casts else policy
     # The benchmark jits and donates every step itself.
     step = jaxmp.make_train_step(
-        loss, "none" if model_casts else policy, donate=False, recompute=recompute
+        loss, policy, donate=False, recompute=recompute, gradients=gradients
     )
     return handwritten.Steps(lambda: jaxmp.TrainState.create(params=init(), tx=tx), step)
 
@@ -91,9 +105,10 @@ def cases(size: gpt.GPT, sequences: int) -> list[Case]:
     init = jax.jit(size.init)
     plain = dataclasses.replace(size, attention="xla")
 
-    def case(contender: Contender, **facts: str) -> Case:
+    def case(contender: Contender, gpu_options: Any = _NO_FLAGS, **facts: str) -> Case:
         items, flops = sequences * size.context, size.flops(sequences)
-        return Case(contender, tokens, facts, items=items, unit="tokens", flops=flops)
+        counted: dict[str, Any] = {"items": items, "unit": "tokens", "flops": flops}
+        return Case(contender, tokens, facts, **counted, gpu_options=gpu_options)
 
     def by_hand(name: str, model: gpt.GPT, dtype: str, precision: str | None = None) -> Contender:
         return Contender(name, *steps_by_hand(model.loss, init, dtype), precision)
@@ -103,7 +118,13 @@ def cases(size: gpt.GPT, sequences: int) -> list[Case]:
     ) -> Contender:
         return Contender(name, *with_jaxmp(model.loss, init, policy, **options))
 
+    def as_it_comes(name: str, model: gpt.GPT = size, **options: Any) -> Contender:
+        return mixed(f"{names.DEFAULT}{name}", model, **{"recompute": "loops", **options})
+
     half = size.computing_in("float16")
+    single = dataclasses.replace(size, one_by_one=True)
+    two, four = (dataclasses.replace(size, unroll=n) for n in (2, min(4, size.layers)))
+    int8 = functools.partial(jaxmp.recompute, mode="loops", codes="int8")
     blocks = dataclasses.replace(size, remat=True)
     small_state: dict[str, Any] = {"master": "remainder", "moments": "int8"}
     fused = {"attention": size.attention, "baseline": names.BY_HAND}
@@ -113,6 +134,15 @@ def cases(size: gpt.GPT, sequences: int) -> list[Case]:
         case(by_hand(names.BY_HAND, size, "bfloat16"), attention=size.attention),
         case(mixed(names.AUTOCAST, size), **fused),
         case(mixed(names.RECOMPUTED, size, recompute="auto"), **fused),
+        case(as_it_comes(""), **fused),
+        case(mixed("jaxmp, one by one, recompute always", single, recompute="always"), **fused),
+        case(mixed("jaxmp, autocast, one by one", single), **fused),
+        case(by_hand("by hand, bfloat16, one by one", single, "bfloat16"), **fused),
+        *(case(as_it_comes(f", {name}"), flags, **fused) for name, flags in _FLAGS.items()),
+        case(as_it_comes(", unroll 2", two), **fused),
+        case(as_it_comes(", unroll 4", four), **fused),
+        case(as_it_comes(", codes int8", recompute=int8), **fused),
+        case(as_it_comes(", released gradients", gradients="released"), **fused),
         case(mixed(names.SMALL_STATE, size, "bfloat16", **small_state), **fused),
         case(mixed("jaxmp, float16", half, "mixed_float16"), **fused),
         case(by_hand(_BY_HAND_PLAIN, plain, "bfloat16"), attention="plain"),

@@ -9,6 +9,7 @@ BY_HAND_FLOAT32 = "by hand, float32"
 BY_HAND_FLOAT16 = "by hand, float16"
 AUTOCAST = "jaxmp, autocast"
 RECOMPUTED = "jaxmp, recompute auto"
+DEFAULT = "jaxmp, as it comes"
 RECOMPUTED_PLAIN = "jaxmp, recompute auto, plain attention"
 SMALL_STATE = "jaxmp, remainder and int8"
 
