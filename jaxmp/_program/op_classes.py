@@ -132,8 +132,8 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "approx_top_k",
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
-        "float32_gradient gradient_of low_precision_product held tied open_rounding float8_encode "
-        "float8_scale_back mxfp8_encode",
+        "float32_gradient gradient_of low_precision_product held tied at_label open_rounding "
+        "float8_encode float8_scale_back mxfp8_encode",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),
@@ -349,7 +349,7 @@ LINEAR = (PLAIN_MOVES | ADDS) | _names_of(
 # and sums.
 AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_of(
     "convert_element_type dynamic_update_slice scatter scatter-add reduce_sum cumsum",
-    "psum psum_invariant reduce_scatter pvary optimization_barrier",
+    "psum psum_invariant reduce_scatter pvary optimization_barrier at_label",
 )
 # The identity on the first operand.
 IDENTITIES = _names_of("held tied name gradient_of float32_gradient open_rounding")

@@ -17,6 +17,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from jaxmp._numerics.dtypes import is_floating
+from jaxmp._primitives.at_label import at_label
 from jaxmp._program.op_classes import CASTS, REPEATS, RESHAPES
 from jaxmp._program.program import Op, Program, numbers
 
@@ -59,10 +60,6 @@ def look_up(equation: core.JaxprEqn, lookup: Lookup, x: Array, indices: Array) -
         others = [i for i in range(labels.ndim) if i not in order]
         return labels.transpose(*order, *others).reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
 
-    def chosen(labels: Array, numbers: Array) -> Array:
-        places = lax.broadcasted_iota(labels.dtype, x.shape, axis)
-        return jnp.where(labels == places, numbers, jnp.zeros((), numbers.dtype))
-
     def in_order(rows: Array) -> Array:
         """One number for each row, in the order of the result."""
         rows = rows.reshape([indices.shape[i] for i in order]).transpose(*np.argsort(order))
@@ -74,23 +71,19 @@ def look_up(equation: core.JaxprEqn, lookup: Lookup, x: Array, indices: Array) -
         inside = jnp.clip(labels, 0, length - 1)
         # Of floats, a sum would lose the sign of a zero, and a maximum numbers next to zero.
         bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        bits = lax.reduce_or(chosen(inside, bits), axes=(axis,))
+        bits = lax.reduce_or(at_label(inside, bits, axis), axes=(axis,))
         numbers = lax.bitcast_convert_type(bits, x.dtype)
         if mode == modes.FILL_OR_DROP:
             fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
             numbers = jnp.where((labels == inside).reshape(bits.shape), numbers, fill)
         return in_order(numbers)
 
-    def picked(tangent: Array, indices: Array) -> Array:
-        labels = labels_of(indices)
-        labels = jnp.clip(labels, 0, length - 1) if mode == modes.CLIP else labels
-        return in_order(lax.reduce_sum(chosen(labels, tangent), (axis,)))
-
     @pick.defjvp
     def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-        # Under a checkpoint the backward pass has the labels, and no mask.
-        tangent = jax.checkpoint(picked, prevent_cse=False)(tangents[0], primals[1])
-        return pick(*primals), tangent
+        labels = labels_of(primals[1])
+        labels = jnp.clip(labels, 0, length - 1) if mode == modes.CLIP else labels
+        tangent = lax.reduce_sum(at_label(labels, tangents[0], axis), (axis,))
+        return pick(*primals), in_order(tangent)
 
     return pick(x, indices)
 
@@ -204,4 +197,4 @@ def _is_false(const: Any) -> bool:
 
 
 def _is_zero(atom: int | core.Literal) -> bool:
-    return isinstance(atom, core.Literal) and np.shape(atom.val) == () and atom.val == 0
+    return isinstance(atom, core.Literal) and bool(np.all(atom.val == 0))
